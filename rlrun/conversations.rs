@@ -3,7 +3,7 @@
 //! Invariant: the tokens of an assistant turn are those that sampling would produce after the rendered conversation before
 //! it: the encoded text and the token that ends it. No other token is in the loss.
 
-use model::{ModelDirectory, SpecialTokens};
+use model::{ChatMessage, ChatOptions, ModelDirectory, SpecialTokens};
 use rollout::tasks::prompt;
 use serde_json::Value;
 use trajectory::{Message, Prompt, Sample, Task};
@@ -11,15 +11,18 @@ use trajectory::{Message, Prompt, Sample, Task};
 use crate::demonstrations;
 use crate::failure::Failure;
 
+/// Keys of what an assistant has thought, in the templates of model families.
+const THOUGHTS: [&str; 3] = ["reasoning_content", "reasoning", "thinking"];
+
 /// The completion that is trained on.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub(crate) enum ConversationCompletion {
     /// One answer.
     Text(String),
     /// A conversation whose assistant turns from `learnt` on are in the loss.
     Messages {
         /// All messages, with those of the prompt.
-        messages: Vec<Message>,
+        messages: Vec<ChatMessage>,
         /// The first message that may be in the loss.
         learnt: usize,
     },
@@ -39,22 +42,39 @@ pub(crate) fn completion(task: &Task, column: &str) -> Result<ConversationComple
         Prompt::Messages(prompt) => prompt.clone(),
         Prompt::Text(text) => vec![Message::new("user", text.clone())],
     };
+    let mut before: Vec<ChatMessage> = before.iter().map(ChatMessage::from).collect();
     // A system message of the recipe precedes those of the row.
-    let asked: Vec<&Message> = before.iter().filter(|message| message.role != "system").collect();
-    let given: Vec<&Message> = messages.iter().filter(|message| message.role != "system").collect();
-    let whole = given.len() > asked.len() && given[..asked.len()] == asked[..];
-    let answers: Vec<Message> =
-        if whole { given[asked.len()..].iter().map(|&m| m.clone()).collect() } else { messages };
+    let asked: Vec<usize> = (0..before.len()).filter(|at| before[*at].role != "system").collect();
+    let given: Vec<usize> = (0..messages.len()).filter(|at| messages[*at].role != "system").collect();
+    let same = |(at, other): (&usize, &usize)| {
+        let (asked, given) = (&before[*at], &messages[*other]);
+        (&asked.role, &asked.content) == (&given.role, &given.content)
+    };
+    let whole = given.len() > asked.len() && asked.iter().zip(&given).all(same);
+    let answers: Vec<ChatMessage> = if whole {
+        // The row has all keys of the prompt's messages.
+        for (at, other) in asked.iter().zip(&given) {
+            before[*at] = messages[*other].clone();
+        }
+        given[asked.len()..].iter().map(|at| messages[*at].clone()).collect()
+    } else {
+        messages
+    };
     let learnt = before.len();
     match &answers[..] {
         // One answer to the prompt as it is sampled from.
-        [answer] if answer.role == "assistant" => {
+        [answer] if answer.role == "assistant" && is_text(answer) => {
             return Ok(ConversationCompletion::Text(answer.content.clone()));
         }
         answers if answers.iter().any(|message| message.role == "assistant") => {}
         _ => return Err(wrong(task, column, "has no assistant turn after the prompt")),
     }
     Ok(ConversationCompletion::Messages { messages: before.into_iter().chain(answers).collect(), learnt })
+}
+
+/// Whether the content of a message is all that its assistant has said.
+fn is_text(message: &ChatMessage) -> bool {
+    message.tool_calls.is_empty() && !THOUGHTS.iter().any(|key| message.extra.contains_key(*key))
 }
 
 /// The conversation in `column`, of which every assistant turn is learnt; `None` if the task has no such column.
@@ -72,7 +92,7 @@ pub(crate) fn conversation(task: &Task, column: &str) -> Result<Option<Conversat
         && let Some(system) = prompt.first().filter(|message| message.role == "system")
     {
         messages.retain(|message| message.role != "system");
-        messages.insert(0, system.clone());
+        messages.insert(0, ChatMessage::from(system));
     }
     Ok(Some(ConversationCompletion::Messages { messages, learnt: 0 }))
 }
@@ -99,21 +119,24 @@ impl ConversationCompletion {
 /// The tokens of a conversation up to its last assistant turn, and which of them are in the loss.
 fn turns(
     directory: &ModelDirectory,
-    messages: &[Message],
+    messages: &[ChatMessage],
     learnt: usize,
 ) -> Result<(Vec<u32>, Vec<bool>), Failure> {
     let no_template =
         "messages need a chat template, and the model has none; give texts, or add `chat_template.jinja`";
     let template = directory.template().ok_or_else(|| Failure::Argument(no_template.to_owned()))?;
     let encode = |text: &str| directory.tokenizer().encode(text, SpecialTokens::Omit);
+    let render = |turns: &[ChatMessage], add_generation_prompt: bool| {
+        template.render_chat(turns.to_vec(), ChatOptions { add_generation_prompt, ..ChatOptions::default() })
+    };
     let (mut token_ids, mut mask, mut done) = (Vec::new(), Vec::new(), String::new());
     let mut push = |ids: &[u32], learnt: bool| {
         token_ids.extend_from_slice(ids);
         mask.extend(std::iter::repeat_n(learnt, ids.len()));
     };
     for turn in (learnt..messages.len()).filter(|at| messages[*at].role == "assistant") {
-        let before = template.render(&messages[..turn], true)?;
-        let after = template.render(&messages[..=turn], false)?;
+        let before = render(&messages[..turn], true)?;
+        let after = render(&messages[..=turn], false)?;
         let (Some(asked), Some(answered)) = (before.strip_prefix(&done), after.strip_prefix(&before)) else {
             return Err(Failure::Argument(format!(
                 "{} renders the turns before message {turn} differently once it follows, so that the tokens that the \
@@ -133,9 +156,9 @@ fn turns(
     Ok((token_ids, mask))
 }
 
-fn messages(task: &Task, column: &str, value: &Value) -> Result<Vec<Message>, Failure> {
+fn messages(task: &Task, column: &str, value: &Value) -> Result<Vec<ChatMessage>, Failure> {
     let expected = "a list of messages with `role` and `content` as strings";
-    prompt::messages(value)
+    prompt::chat_messages(value)
         .map_err(|found| wrong(task, column, &format!("is {found}; it must be {expected}")))
 }
 
@@ -228,6 +251,28 @@ mod tests {
         let sample = completion(&several, "completion").unwrap().sample(&directory, &several).unwrap();
         let read = "[user]a<eos>\n[assistant]\n[user]c<eos>\n[assistant]\n";
         assert_eq!(parts(&directory, &sample), (read.to_owned(), "b<eos>d<eos>".to_owned()));
+    }
+
+    #[test]
+    fn calls_of_tools_are_learnt_as_the_template_writes_them() {
+        let files = tempfile::tempdir().unwrap();
+        let calls = "{% for m in messages %}[{{ m.role }}]{{ m.content }}\
+                     {% for call in m.tool_calls %}({{ call.function.name }} {{ call.function.arguments.a }}){% endfor %}<eos>\
+                     {% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}";
+        let directory = with_template(files.path(), calls);
+        let call = json!([{"type": "function", "function": {"name": "add", "arguments": "{\"a\": 7}"}}]);
+        let ask = json!({"role": "user", "content": "a"});
+        let answer = json!({"role": "assistant", "content": null, "tool_calls": call});
+        let rest = [json!({"role": "tool", "content": "8"}), json!({"role": "assistant", "content": "c"})];
+        let prompt = || Prompt::Messages(vec![turn("user", "a")]);
+        let single = task(prompt(), &json!({ "completion": [answer] }));
+        let sample = completion(&single, "completion").unwrap().sample(&directory, &single).unwrap();
+        assert_eq!(parts(&directory, &sample).1, "(add 7)<eos>");
+        let columns = json!({ "messages": [ask, answer, rest[0], rest[1]] });
+        let several = task(prompt(), &columns);
+        let sample =
+            conversation(&several, "messages").unwrap().unwrap().sample(&directory, &several).unwrap();
+        assert_eq!(parts(&directory, &sample).1, "(add 7)<eos>c<eos>");
     }
 
     #[test]

@@ -21,12 +21,15 @@ mod error;
 mod listing;
 mod name;
 mod progress;
+#[cfg(test)]
+mod tests;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
+use model::{Config, ModelError, SequenceScorer};
 use rollout::tasks::TaskSplit;
 use trainer::ParallelConfig;
 
@@ -249,6 +252,9 @@ impl HuggingFace {
         for file in repository.description(role)? {
             self.fetch(&repository, &file)?;
         }
+        let directory = repository.cached.snapshot(&repository.listing.commit);
+        // A model that cannot be read is refused before its weights are fetched.
+        check_config(&directory, role).map_err(|error| repository.unusable(error.to_string()))?;
         if whole && role != ModelRole::Adapter {
             let weights = repository.listing.weights(&repository.name);
             let weights = weights.map_err(|reason| self.contents(&repository, reason))?;
@@ -259,7 +265,7 @@ impl HuggingFace {
                 }
             }
         }
-        Ok(repository.cached.snapshot(&repository.listing.commit))
+        Ok(directory)
     }
 
     fn dataset_files(&self, path: &Path, split: TaskSplit) -> Result<Vec<PathBuf>, RepositoryError> {
@@ -306,11 +312,12 @@ impl HuggingFace {
         }
         let listing = match (self.client(name)?.listing(Asked { kind, name }), known) {
             (Ok(listing), _) => listing,
-            (Err(RepositoryError::Unreachable { url, reason, .. }), Some(known)) => {
+            (Err(error), Some(known)) => {
+                let (url, reason) = no_answer(error)?;
                 eprintln!("{url} cannot be reached ({reason}); using {} of the cache", known.name);
                 return Ok(known);
             }
-            (Err(error), _) => return Err(error),
+            (Err(error), None) => return Err(error),
         };
         let write =
             |source| RepositoryError::Write { name: name.to_string(), path: cache.path().to_owned(), source };
@@ -371,8 +378,11 @@ impl PinnedRepository {
             }
             (None, _) => {
                 // Of a part of the files it is unknown what the repository has instead.
-                let weights = self.listing.weights(&self.name).map_err(|reason| self.unusable(reason));
-                weights.map(drop).or_else(|error| if self.listing.whole { Err(error) } else { Ok(()) })?;
+                if self.listing.whole {
+                    let weights = self.listing.weights(&self.name);
+                    let checked = weights.and_then(|_| self.listing.check_description(&self.name));
+                    checked.map_err(|reason| self.unusable(reason))?;
+                }
                 Ok(self.listing.description())
             }
         }
@@ -401,6 +411,29 @@ impl PinnedRepository {
             mb(all),
             mb(missing)
         )
+    }
+}
+
+/// Refuses a model by its `config.json`, if that is there.
+fn check_config(directory: &Path, role: ModelRole) -> Result<(), ModelError> {
+    if role == ModelRole::Adapter || !directory.join("config.json").is_file() {
+        return Ok(());
+    }
+    match role {
+        ModelRole::Policy => Config::load(directory).map(drop),
+        // Of a model on the command line it is not known whether it is a reward model.
+        _ => SequenceScorer::check_config(directory),
+    }
+}
+
+/// Address and reason, if the hub does not answer now, or says that it cannot; any other error as it is.
+fn no_answer(error: RepositoryError) -> Result<(String, String), RepositoryError> {
+    match error {
+        RepositoryError::Unreachable { url, reason, .. } => Ok((url, reason)),
+        RepositoryError::Refused { url, status, .. } if status == 429 || status >= 500 => {
+            Ok((url, format!("it answers {status}")))
+        }
+        error => Err(error),
     }
 }
 

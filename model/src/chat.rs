@@ -9,7 +9,7 @@ use std::borrow::Cow;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use hf_chat_template::{Error, RenderInput, TokenizerConfig};
+use hf_chat_template::{ChatTemplateField, Error, RenderInput, TokenizerConfig};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use trajectory::Message;
@@ -18,6 +18,13 @@ use crate::{ModelError, files};
 
 use apart::TemplateInput;
 pub use apart::{render_apart, serve};
+
+/// Name of the template for conversations with tools, where a model has several.
+const TOOL_USE: &str = "tool_use";
+/// Name of the template for all others.
+const DEFAULT: &str = "default";
+/// Variables that transformers passes as `None` where the caller gives none.
+const OPTIONAL_VARIABLES: [&str; 2] = ["tools", "documents"];
 
 /// A compiled chat template.
 #[derive(Debug)]
@@ -72,7 +79,13 @@ struct TemplateSources {
 
 /// A template in this process.
 #[derive(Debug)]
-struct Compiled(hf_chat_template::ChatTemplate);
+struct Compiled {
+    template: hf_chat_template::ChatTemplate,
+    /// The template for conversations with tools, if it is another.
+    with_tools: Option<hf_chat_template::ChatTemplate>,
+    /// Variables that are null where the caller gives none.
+    null_variables: Vec<&'static str>,
+}
 
 /// Failure to render a conversation.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -99,8 +112,8 @@ impl From<&Message> for ChatMessage {
 
 impl ChatTemplate {
     /// Reads `chat_template.jinja` of a model directory or, without it, the `chat_template` of its
-    /// `tokenizer_config.json` (one template, or a list of which the one named `default` counts). `None` if the model
-    /// has no template. After [`render_apart`] it runs in a process of its own, which has limits.
+    /// `tokenizer_config.json` (one template, or a list: `tool_use` for conversations with tools, `default` for others). `None`
+    /// if the model has no template. After [`render_apart`] it runs in a process of its own, which has limits.
     ///
     /// # Errors
     /// If a file cannot be read, or the template does not compile.
@@ -213,7 +226,7 @@ impl ChatTemplate {
         })
     }
 
-    /// The text of the template.
+    /// The text of the template; of several, of that for conversations with tools.
     #[must_use]
     pub fn text(&self) -> Cow<'_, str> {
         self.sources.text()
@@ -233,15 +246,18 @@ impl ChatTemplate {
 }
 
 impl TemplateSources {
-    /// The text of the template: of several in a `tokenizer_config.json`, all of them.
+    /// The text of the template: of several in a `tokenizer_config.json`, that for conversations with tools.
     fn text(&self) -> Cow<'_, str> {
         if let Some(template) = &self.template {
             return Cow::Borrowed(template);
         }
-        let config: Option<Value> = self.config.as_deref().and_then(|text| serde_json::from_str(text).ok());
-        match config.as_ref().and_then(|config| config.get("chat_template")) {
-            Some(Value::String(text)) => Cow::Owned(text.clone()),
-            Some(several) => Cow::Owned(several.to_string()),
+        match parse(self.config.as_deref()).ok().and_then(|config| config.chat_template) {
+            Some(ChatTemplateField::Single(text)) => Cow::Owned(text),
+            Some(ChatTemplateField::Named(list)) => {
+                let named = |name: &str| list.iter().find(|template| template.name == name);
+                let chosen = named(TOOL_USE).or_else(|| named(DEFAULT)).or(list.first());
+                Cow::Owned(chosen.map(|template| template.template.clone()).unwrap_or_default())
+            }
             None => Cow::Borrowed(""),
         }
     }
@@ -261,11 +277,27 @@ impl Compiled {
     fn new(sources: &TemplateSources) -> Result<Self, TemplateFailure> {
         let config =
             parse(sources.config.as_deref()).map_err(|error| TemplateFailure::Compile(error.to_string()))?;
+        let failed = |error: Error| TemplateFailure::Compile(error.to_string());
         let compiled = match &sources.template {
             Some(text) => hf_chat_template::ChatTemplate::from_template_and_config(text, &config),
             None => hf_chat_template::ChatTemplate::from_tokenizer_config(&config),
         };
-        compiled.map(Self).map_err(|error| TemplateFailure::Compile(error.to_string()))
+        let template = compiled.map_err(failed)?;
+        let with_tools = match (&sources.template, &config.chat_template) {
+            (None, Some(ChatTemplateField::Named(list))) if list.iter().any(|of| of.name == TOOL_USE) => {
+                let builder = hf_chat_template::ChatTemplate::builder_from_config(&config).map_err(failed)?;
+                Some(builder.template_name(TOOL_USE).build().map_err(failed)?)
+            }
+            _ => None,
+        };
+        let texts = match (&sources.template, &config.chat_template) {
+            (Some(text), _) | (None, Some(ChatTemplateField::Single(text))) => vec![text.as_str()],
+            (None, Some(ChatTemplateField::Named(list))) => {
+                list.iter().map(|of| of.template.as_str()).collect()
+            }
+            (None, None) => Vec::new(),
+        };
+        Ok(Self { template, with_tools, null_variables: null_variables(&texts) })
     }
 
     fn render(&self, conversation: TemplateInput) -> Result<String, TemplateFailure> {
@@ -275,18 +307,30 @@ impl Compiled {
             hf_chat_template::Message { tool_calls, extra, ..message }
         };
         let messages = messages.into_iter().map(message).collect();
-        let input = RenderInput {
-            messages,
-            tools,
-            add_generation_prompt: open,
-            extra: variables,
-            ..RenderInput::default()
-        };
-        self.0.render(&input).map_err(|error| match error {
+        let template = self.with_tools.as_ref().filter(|_| !tools.is_empty()).unwrap_or(&self.template);
+        let mut extra = variables;
+        for name in self.null_variables.iter().filter(|name| **name != "tools" || tools.is_empty()) {
+            extra.entry(*name).or_insert(Value::Null);
+        }
+        let input =
+            RenderInput { messages, tools, add_generation_prompt: open, extra, ..RenderInput::default() };
+        template.render(&input).map_err(|error| match error {
             Error::TemplateRaised { message } => TemplateFailure::Raised(message),
             other => TemplateFailure::Render(other.to_string()),
         })
     }
+}
+
+/// Those of [`OPTIONAL_VARIABLES`] that are null where the caller gives none. To the engine null is iterable, which `None` is not,
+/// so a variable stays undefined if a template of `texts` asks whether it is iterable.
+fn null_variables(texts: &[&str]) -> Vec<&'static str> {
+    let asks = |text: &str, name: &str| {
+        let words = text.split(|c: char| !(c.is_alphanumeric() || "_.".contains(c)));
+        let words: Vec<&str> = words.filter(|word| !word.is_empty() && *word != "not").collect();
+        words.windows(3).any(|at| at == [name, "is", "iterable"])
+    };
+    let null = OPTIONAL_VARIABLES.into_iter();
+    null.filter(|name| !texts.iter().any(|text| asks(text, name))).collect()
 }
 
 /// The content of a `tokenizer_config.json`, if there is one.
@@ -331,6 +375,39 @@ mod tests {
         }
         assert!(ChatTemplate::load(dir(&[]).path()).unwrap().is_none());
         assert!(ChatTemplate::load(dir(&[("tokenizer_config.json", "{}")]).path()).unwrap().is_none());
+    }
+
+    #[test]
+    fn conversations_with_tools_have_the_template_for_them() {
+        let tool_use = "{{ tools[0].name }} for {{ messages[0].content }}";
+        let list = serde_json::json!({"chat_template": [
+            {"name": "default", "template": "{{ messages[0].content }}"}, {"name": "tool_use", "template": tool_use}]});
+        let template = ChatTemplate::load(dir(&[("tokenizer_config.json", &list.to_string())]).path());
+        let template = template.unwrap().unwrap();
+        let tools = [serde_json::json!({"name": "calculator"})];
+        assert_eq!(template.render_with_tools(&user("hi"), &tools, true).unwrap(), "calculator for hi");
+        assert_eq!(template.render(&user("hi"), true).unwrap(), "hi");
+        assert_eq!((&*template.text(), template.knows_tools()), (tool_use, true));
+        let plain = serde_json::json!({"chat_template": [
+            {"name": "default", "template": "{{ messages }}"}, {"name": "rag", "template": "{{ tools }}"}]});
+        let template = ChatTemplate::load(dir(&[("tokenizer_config.json", &plain.to_string())]).path());
+        assert!(!template.unwrap().unwrap().knows_tools());
+    }
+
+    #[test]
+    fn variables_that_are_not_given_are_none_as_in_transformers() {
+        let render = |template: &str| {
+            let files = dir(&[("chat_template.jinja", template)]);
+            ChatTemplate::load(files.path()).unwrap().unwrap().render(&user("hi"), true).unwrap()
+        };
+        let names =
+            "{{ tools is none }} {{ documents is none }} {{ tools is defined }} {{ other is defined }}";
+        assert_eq!(render(names).to_lowercase(), "true true true false");
+        assert_eq!(render("{% if tools is not none and tools|length > 0 %}tools{% endif %}."), ".");
+        // The form of Qwen3-Coder.
+        let iterable = "{% if not tools is defined %}{% set tools = [] %}{% endif %}\
+                        {% if tools is iterable and tools | length > 0 %}tools{% endif %}.";
+        assert_eq!(render(iterable), ".");
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! A model directory in the layout of Hugging Face, or a GGUF file that is read as one.
 //!
-//! Invariant: the parts of an open directory are consistent (every id of the tokenizer has a row of the embedding). An export
+//! Invariant: the parts of an open directory are consistent (every id of an encoded text has a row of the embedding). An export
 //! differs from it in the weights and their declared number format alone, even if its files have changed since. There is no
 //! download, and weights are not kept.
 
@@ -84,7 +84,7 @@ impl ModelDirectory {
     pub fn open(dir: &Path) -> Result<Self, ModelError> {
         if gguf::is_gguf(dir) {
             let GgufParts { config, tokenizer, template, files } = GgufFile::open(dir)?.parts()?;
-            check_vocabulary(&tokenizer, &config)?;
+            let tokenizer = tokenizer.with_embedding(config.vocab_size)?;
             let stop_token_ids = config.eos_token_ids.clone();
             return Ok(Self {
                 path: dir.to_owned(),
@@ -97,11 +97,10 @@ impl ModelDirectory {
             });
         }
         let config = Config::load(dir)?;
-        let tokenizer = Tokenizer::load(&dir.join("tokenizer.json"))?;
-        check_vocabulary(&tokenizer, &config)?;
+        let tokenizer = Tokenizer::load(&dir.join("tokenizer.json"))?.with_embedding(config.vocab_size)?;
         let template = ChatTemplate::load(dir)?;
         let mut stop: BTreeSet<u32> = config.eos_token_ids.iter().copied().collect();
-        stop.extend(end_token(dir, &tokenizer));
+        stop.extend(end_token(dir, &tokenizer).filter(|id| (*id as usize) < config.vocab_size));
         let stop_token_ids = stop.into_iter().collect();
         let mut copied = read_copied(dir)?;
         describe_text(dir, &mut copied)?;
@@ -119,7 +118,7 @@ impl ModelDirectory {
             Config::from_json(&dir.join("config.json"), map)?;
         }
         let tokenizer = characters();
-        check_vocabulary(&Tokenizer::from_json(&dir.join("tokenizer.json"), &tokenizer)?, config)?;
+        Tokenizer::from_json(&dir.join("tokenizer.json"), &tokenizer)?.with_embedding(config.vocab_size)?;
         let generation = json!({
             "bos_token_id": map["bos_token_id"],
             "eos_token_id": map["eos_token_id"],
@@ -365,19 +364,6 @@ fn declaring(config: &[u8], dtype: WeightDtype) -> Cow<'_, [u8]> {
         map.insert(key.to_owned(), dtype.declared().into());
     }
     format!("{:#}\n", Value::Object(map)).into_bytes().into()
-}
-
-fn check_vocabulary(tokenizer: &Tokenizer, config: &Config) -> Result<(), ModelError> {
-    if tokenizer.vocab_size() <= config.vocab_size {
-        return Ok(());
-    }
-    let id = (tokenizer.vocab_size() - 1) as u32;
-    Err(ModelError::Vocabulary {
-        path: tokenizer.path().to_owned(),
-        token: tokenizer.token(id).unwrap_or_default(),
-        id,
-        vocab_size: config.vocab_size,
-    })
 }
 
 /// The id of `eos_token` in `tokenizer_config.json`, which chat fine-tunes change more readily than `config.json`.

@@ -274,7 +274,7 @@ pub enum ModelError {
         /// The error of the tokenizer library.
         reason: String,
     },
-    /// The tokenizer produces ids that the embedding has no row for.
+    /// The tokenizer has ids, those of added tokens aside, that the embedding has no row for.
     #[error(
         "{}: token {token:?} has id {id}, but config.json says vocab_size {vocab_size}; tokenizer and weights are not \
          of the same model",
@@ -283,7 +283,7 @@ pub enum ModelError {
     Vocabulary {
         /// The tokenizer file.
         path: PathBuf,
-        /// The token with the highest id.
+        /// The token with the highest of these ids.
         token: String,
         /// Its id.
         id: u32,

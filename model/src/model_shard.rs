@@ -128,8 +128,7 @@ impl ModelShard {
         if degree <= 1 || config.reduction == Reduction::Tree {
             return Ok(());
         }
-        let reason =
-            "its sums have no order that is the same for all degrees; set model.reduction = \"tree\"";
+        let reason = "the order of its sums depends on the degree; set model.reduction = \"tree\"";
         Err(ModelError::Shard { degree, reason: reason.to_owned() })
     }
 

@@ -68,7 +68,7 @@ pub fn most_likely(logits: &mut [f32], sampling: Sampling, count: usize) -> Vec<
         slots.truncate(count);
     }
     slots.sort_unstable_by(by_logit);
-    let logprob = |slot: usize| (candidates[slot] - log_normalizer).min(0.0);
+    let logprob = |slot: usize| at_most_0(candidates[slot] - log_normalizer);
     slots.into_iter().map(|slot| TokenLogprob { token: ids[slot], logprob: logprob(slot) }).collect()
 }
 
@@ -81,9 +81,12 @@ pub fn most_likely(logits: &mut [f32], sampling: Sampling, count: usize) -> Vec<
 pub fn logprobs_of(logits: &mut [f32], tokens: &[u32]) -> Vec<f32> {
     // A product with 1 is exact.
     let log_normalizer = scale_and_normalizer(logits, 1.0);
-    let logprob = |token: &u32| logits[*token as usize] - log_normalizer;
-    // NaN is kept, as in a draw.
-    tokens.iter().map(logprob).map(|logprob| if logprob > 0.0 { 0.0 } else { logprob }).collect()
+    tokens.iter().map(|token| at_most_0(logits[*token as usize] - log_normalizer)).collect()
+}
+
+/// A log-probability without what rounding put above 0. NaN is kept: the caller checks it.
+fn at_most_0(logprob: f32) -> f32 {
+    if logprob > 0.0 { 0.0 } else { logprob }
 }
 
 /// A sampled token.
@@ -91,7 +94,7 @@ pub fn logprobs_of(logits: &mut [f32], tokens: &[u32]) -> Vec<f32> {
 pub struct Draw {
     /// The token.
     pub token: u32,
-    /// Its log-probability under the distribution drawn from, nats; 0 for a greedy choice.
+    /// Its log-probability under the distribution drawn from, nats; 0 for a greedy choice. NaN if the logits are not finite.
     pub logprob: f32,
     /// `[kept]` token ids that truncation left, ascending; `None` without truncation.
     pub kept: Option<Vec<u32>>,
@@ -105,7 +108,9 @@ impl Draw {
     #[must_use]
     pub fn new(logits: &mut [f32], sampling: Sampling, uniform: f32) -> Self {
         if sampling.temperature == 0.0 {
-            return Self { token: argmax(logits), logprob: 0.0, kept: None };
+            let token = argmax(logits);
+            let defined = logits[token as usize].is_finite() && !logits.iter().any(|z| z.is_nan());
+            return Self { token, logprob: if defined { 0.0 } else { f32::NAN }, kept: None };
         }
         let scale = 1.0 / sampling.temperature;
         let kept = sampling.truncates().then(|| kept_tokens(logits, sampling, scale));
@@ -120,9 +125,7 @@ impl Draw {
         };
         let log_normalizer = scale_and_normalizer(candidates, scale);
         let slot = inverse_cdf(candidates, log_normalizer, uniform);
-        let logprob = candidates[slot] - log_normalizer;
-        // NaN is kept: the caller checks it.
-        let logprob = if logprob > 0.0 { 0.0 } else { logprob };
+        let logprob = at_most_0(candidates[slot] - log_normalizer);
         let token = kept.as_ref().map_or(slot as u32, |kept| kept[slot]);
         Self { token, logprob, kept }
     }
@@ -374,6 +377,16 @@ mod tests {
         }
         let (few, _) = candidates(&[0.0, 9.0, -9.0, 8.0], Sampling { top_p: 0.9, ..Sampling::PLAIN }, 1.0);
         assert_eq!(few, [1, 3]);
+    }
+
+    #[test]
+    fn logits_that_are_not_finite_have_no_logprob() {
+        for logits in [[f32::NAN, f32::NAN], [1.0, f32::NAN], [f32::INFINITY, 0.0]] {
+            for sampling in [Sampling::GREEDY, Sampling::PLAIN] {
+                assert!(Draw::new(&mut logits.clone(), sampling, 0.5).logprob.is_nan(), "{logits:?}");
+            }
+            assert!(most_likely(&mut logits.clone(), Sampling::PLAIN, 1)[0].logprob.is_nan(), "{logits:?}");
+        }
     }
 
     proptest! {

@@ -19,9 +19,12 @@ use crate::config::families::class_prefixes;
 use crate::files;
 use crate::resident::{MemoryBudget, ResidentParameters};
 use crate::{
-    Decoder, Head, ModelDirectory, ModelError, Pack, Quantization, Recompute, SpecialTokens, Target,
+    Config, Decoder, Head, ModelDirectory, ModelError, Pack, Quantization, Recompute, SpecialTokens, Target,
     ThreadPool, Tokenizer,
 };
+
+/// Classes of reward models that are no decoders.
+const ENCODERS: [&str; 2] = ["DebertaV2ForSequenceClassification", "XLMRobertaForSequenceClassification"];
 
 /// A reward model.
 pub struct SequenceScorer {
@@ -95,9 +98,9 @@ impl SequenceScorer {
         let keys = if ModelDirectory::is_file(path) { Value::Null } else { config_json(path)? };
         let class = keys["architectures"][0].as_str().unwrap_or_default().to_owned();
         let (tokenizer, network) = match class.as_str() {
-            "DebertaV2ForSequenceClassification" | "XLMRobertaForSequenceClassification" => {
+            class if ENCODERS.contains(&class) => {
                 let tokenizer = Tokenizer::load(&path.join("tokenizer.json"))?;
-                (tokenizer, ScorerNetwork::Classifier(Box::new(Classifier::open(path, &class, &keys)?)))
+                (tokenizer, ScorerNetwork::Classifier(Box::new(Classifier::open(path, class, &keys)?)))
             }
             _ => {
                 let directory = ModelDirectory::open(path)?;
@@ -133,6 +136,17 @@ impl SequenceScorer {
         };
         let fingerprint = tokenizer.fingerprint();
         Ok(Self { tokenizer, fingerprint, network })
+    }
+
+    /// Checks the `config.json` of a model that gives tokens or scores; its weights need not be there.
+    ///
+    /// # Errors
+    /// If the file cannot be read, or no such model has this `config.json`.
+    pub fn check_config(path: &Path) -> Result<(), ModelError> {
+        match config_json(path)?["architectures"][0].as_str() {
+            Some(class) if ENCODERS.contains(&class) => Ok(()),
+            _ => Config::load(path).map(drop),
+        }
     }
 
     /// Whether the tokenizer has this fingerprint, so that token ids can be reused without encoding the text again.

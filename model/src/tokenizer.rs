@@ -19,6 +19,10 @@ pub struct Tokenizer {
     inner: Arc<tokenizers::Tokenizer>,
     path: PathBuf,
     vocab_size: usize,
+    /// The highest id without added tokens.
+    base_highest: Option<u32>,
+    /// Ids that texts may have are below it.
+    embedding_rows: usize,
     growth: Growth,
 }
 
@@ -61,11 +65,12 @@ impl Tokenizer {
     /// Token ids of a text. Special tokens that are spelled out in it are recognised.
     ///
     /// # Errors
-    /// If the tokenizer has no token for a part of it.
+    /// If the tokenizer has no token for a part of it, or the embedding of the model no row for a token.
     pub fn encode(&self, text: &str, special: SpecialTokens) -> Result<Vec<u32>, ModelError> {
         self.growth.check(text.len()).map_err(|reason| encode_error(text, &reason))?;
         let encoding = self.inner.encode_fast(text, special == SpecialTokens::Add);
-        Ok(encoding.map_err(|err| encode_error(text, &err.to_string()))?.get_ids().to_vec())
+        let encoding = encoding.map_err(|err| encode_error(text, &err.to_string()))?;
+        self.embedded(text, encoding.get_ids())
     }
 
     /// The text of the token ids `ids [tokens]`, without special tokens. Ids without a token, as padded embeddings have, give
@@ -94,13 +99,25 @@ impl Tokenizer {
     /// Token ids of two texts as the tokenizer joins them, with its special tokens.
     ///
     /// # Errors
-    /// If the tokenizer has no token for a part of them.
+    /// Those of [`Self::encode`].
     pub fn encode_pair(&self, first: &str, second: &str) -> Result<Vec<u32>, ModelError> {
         for text in [first, second] {
             self.growth.check(text.len()).map_err(|reason| encode_error(text, &reason))?;
         }
         let encoding = self.inner.encode_fast((first, second), true);
-        Ok(encoding.map_err(|err| encode_error(second, &err.to_string()))?.get_ids().to_vec())
+        let encoding = encoding.map_err(|err| encode_error(second, &err.to_string()))?;
+        self.embedded(second, encoding.get_ids())
+    }
+
+    /// The ids of `text`, if the embedding of the model has a row for each.
+    fn embedded(&self, text: &str, ids: &[u32]) -> Result<Vec<u32>, ModelError> {
+        let rows = self.embedding_rows;
+        let Some(id) = ids.iter().find(|id| **id as usize >= rows) else { return Ok(ids.to_vec()) };
+        let token = self.token(*id).unwrap_or_default();
+        let reason = format!(
+            "its token {token:?} has id {id}, and config.json says vocab_size {rows}; remove the token from the text"
+        );
+        Err(encode_error(text, &reason))
     }
 
     /// A digest of the vocabulary: tokenizers with equal fingerprints give every token id the same meaning.
@@ -158,7 +175,26 @@ impl Tokenizer {
         let longest = vocabulary.keys().map(String::len).max().unwrap_or(0);
         bounds::check_vocabulary(highest, longest).map_err(error)?;
         let vocab_size = highest as usize + 1;
-        Ok(Self { inner: Arc::new(inner), path: path.to_owned(), vocab_size, growth })
+        let base_highest = inner.get_vocab(false).values().max().copied();
+        let (inner, path) = (Arc::new(inner), path.to_owned());
+        Ok(Self { inner, path, vocab_size, base_highest, embedding_rows: usize::MAX, growth })
+    }
+
+    /// The tokenizer of a model whose embedding has `rows` rows. Added tokens may lie beyond it, such as those for images in a
+    /// model that reads text alone; texts with such a token are refused.
+    ///
+    /// # Errors
+    /// If another token lies beyond it.
+    pub(crate) fn with_embedding(self, rows: usize) -> Result<Self, ModelError> {
+        match self.base_highest.filter(|id| *id as usize >= rows) {
+            None => Ok(Self { embedding_rows: rows, ..self }),
+            Some(id) => Err(ModelError::Vocabulary {
+                token: self.token(id).unwrap_or_default(),
+                path: self.path,
+                id,
+                vocab_size: rows,
+            }),
+        }
     }
 }
 
@@ -175,8 +211,19 @@ impl DecodeStream {
     /// If the tokenizer's decoder fails.
     pub fn step(&mut self, id: u32) -> Result<Option<String>, ModelError> {
         let Self { tokenizer, ids, prefix, prefix_index } = self;
-        tokenizers::step_decode_stream(&tokenizer.inner, vec![id], true, ids, prefix, prefix_index)
-            .map_err(|err| ModelError::Decode { tokens: self.ids.len(), reason: err.to_string() })
+        match tokenizers::step_decode_stream(&tokenizer.inner, vec![id], true, ids, prefix, prefix_index) {
+            Ok(piece) => Ok(piece),
+            // A decoder of bytes replaces the text of a whole run of them if one does not fit. What was given stays, and what is
+            // new is decoded alone.
+            Err(_) if *prefix_index < ids.len() => {
+                let new = ids.split_off(*prefix_index);
+                let piece = tokenizer.decode(&new)?;
+                (*prefix_index, *ids) = (new.len(), new);
+                prefix.clone_from(&piece);
+                Ok(Some(piece))
+            }
+            Err(err) => Err(ModelError::Decode { tokens: ids.len(), reason: err.to_string() }),
+        }
     }
 }
 
@@ -214,6 +261,23 @@ mod tests {
         assert_eq!(tokenizer.decode(&ids).unwrap(), "1 +\n~");
         assert_eq!(tokenizer.encode("\t", SpecialTokens::Omit).unwrap(), [3]);
         assert_eq!((tokenizer.token_id("<eos>"), tokenizer.token(22).as_deref()), (Some(2), Some("1")));
+    }
+
+    #[test]
+    fn bytes_that_are_no_character_do_not_end_a_stream() {
+        let json = serde_json::json!({"version": "1.0", "added_tokens": [], "normalizer": null, "pre_tokenizer": null,
+            "post_processor": null,
+            "decoder": {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]},
+            "model": {"type": "BPE", "byte_fallback": true, "merges": [],
+                "vocab": {"a": 0, "<0x0A>": 1, "<0xE5>": 2, "x": 3, "<0xC3>": 4, "<0xA9>": 5}}});
+        let tokenizer = Tokenizer::from_json(Path::new("tokenizer.json"), &json).unwrap();
+        let mut stream = tokenizer.decode_stream();
+        let mut pieces =
+            |ids: &[u32]| -> Vec<Option<String>> { ids.iter().map(|id| stream.step(*id).unwrap()).collect() };
+        let some = |text: &str| Some(text.to_owned());
+        assert_eq!(pieces(&[0, 1]), [some("a"), some("\n")]);
+        assert_eq!(pieces(&[2, 3]), [None, some("\u{fffd}x")]);
+        assert_eq!(pieces(&[4, 5, 0]), [None, some("\u{e9}"), some("a")]);
     }
 
     #[test]

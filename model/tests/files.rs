@@ -252,6 +252,23 @@ fn a_tokenizer_beyond_the_embedding_is_refused() {
 }
 
 #[test]
+fn an_added_token_beyond_the_embedding_is_refused_in_texts() {
+    let root = tempfile::tempdir().unwrap();
+    let dir = fresh(root.path()).path().to_owned();
+    let mut tokenizer = characters();
+    let image = json!({"id": 100, "content": "<image>", "single_word": false, "lstrip": false, "rstrip": false,
+        "normalized": false, "special": true});
+    tokenizer["added_tokens"].as_array_mut().unwrap().push(image);
+    fs::write(dir.join("tokenizer.json"), tokenizer.to_string()).unwrap();
+    fs::write(dir.join("tokenizer_config.json"), r#"{"eos_token": "<image>"}"#).unwrap();
+    let directory = ModelDirectory::open(&dir).unwrap();
+    assert_eq!(directory.encode_prompt(&Prompt::Text("1+1".to_owned())).unwrap().len(), 3);
+    let err = directory.encode_prompt(&Prompt::Text("see <image>".to_owned())).unwrap_err().to_string();
+    assert!(err.contains("\"<image>\" has id 100") && err.contains("vocab_size 100"), "{err}");
+    assert_eq!(directory.stop_token_ids(), [2]);
+}
+
+#[test]
 fn the_end_of_text_of_the_tokenizer_stops_too() {
     let root = tempfile::tempdir().unwrap();
     let dir = fresh(root.path()).path().to_owned();

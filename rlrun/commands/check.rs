@@ -28,9 +28,12 @@ pub(super) fn check(args: &RecipeArgs, program: &Program) -> Result<String, Fail
     let hub = HuggingFace::of(program);
     let named = hub.pinned(&recipe)?;
     let from_hub: String = hub.described(&named)?.into_iter().map(|line| line + "\n").collect();
+    let described = hub.fetched(&named, FetchScope::Description)?;
+    check_files(&described, &origins).map_err(Failure::Recipe)?;
+    // Before the weights are fetched.
+    refuse_what_does_not_fit(&described)?;
     let recipe = hub.fetched(&named, FetchScope::Everything)?;
     check_files(&recipe, &origins).map_err(Failure::Recipe)?;
-    refuse_what_does_not_fit(&recipe)?;
     let scratch = scratch_directory()?;
     let directory = recipe.open_model(scratch.path())?;
     let runtime = RewardRuntime::new(program, &SharedCores::all())?;

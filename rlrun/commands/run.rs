@@ -124,8 +124,9 @@ fn start(args: &RunArgs, sets: &[String], program: &Program) -> Result<String, F
     let hub = HuggingFace::of(program);
     // The run records the commits, so that a resume reads the same files.
     let named = hub.pinned(&recipe)?;
+    // Before the weights are fetched.
+    refuse_what_does_not_fit(&hub.fetched(&named, FetchScope::Description)?)?;
     let recipe = hub.fetched(&named, FetchScope::Everything)?;
-    refuse_what_does_not_fit(&recipe)?;
     let Some(leader) = launched(&recipe)? else { return Ok(String::new()) };
     let place = run_dir::place(args.run.run_dir.as_deref(), &recipe.name);
     let resolved = named.resolved_toml(&origins);

@@ -1,7 +1,7 @@
 //! Requests to a server that speaks the routes of the Hugging Face Hub.
 //!
 //! Invariant: every request has a deadline, and every answer that is kept in memory a limit. The token goes to the hub alone,
-//! never to the server that it redirects a download to.
+//! never to the server that it redirects a download to, whose addresses are secrets too: messages show their origin.
 
 use std::io::Read;
 use std::time::Duration;
@@ -155,6 +155,23 @@ impl RepositoryClient {
         Ok(RemoteFile { etag, size, url })
     }
 
+    /// The same file at an address that is valid now: those of other servers expire.
+    pub(super) fn file_again(
+        &self,
+        asked: Asked<'_>,
+        listing: &RepositoryListing,
+        file: &str,
+        known: &RemoteFile,
+    ) -> Result<RemoteFile, RepositoryError> {
+        let found = self.file(asked, listing, file)?;
+        if (&found.etag, found.size) == (&known.etag, known.size) {
+            return Ok(found);
+        }
+        let (name, url) = (asked.name.to_string(), self.endpoint.clone());
+        let reason = format!("{file} has changed within the commit {}", listing.commit);
+        Err(RepositoryError::Answer { name, url, reason })
+    }
+
     /// The answer with the bytes of a file from `from` on. What arrives within `limit` counts.
     pub(super) fn download(
         &self,
@@ -222,6 +239,11 @@ impl RepositoryClient {
         origin(url) == origin(&self.endpoint)
     }
 
+    /// An address as messages show it: of another server the origin alone, since the rest gives access to the file.
+    fn shown(&self, url: &str) -> String {
+        if self.is_own(url) { url.to_owned() } else { origin(url).to_owned() }
+    }
+
     /// Where a redirect leads.
     fn next(&self, asked: Asked<'_>, url: &str, answer: &Response<Body>) -> Result<String, RepositoryError> {
         let location = answer.headers().get("location").and_then(|location| location.to_str().ok());
@@ -232,12 +254,12 @@ impl RepositoryClient {
         let secure = |next: &String| next.starts_with("https://") || !self.endpoint.starts_with("https://");
         location.filter(secure).ok_or_else(|| RepositoryError::Answer {
             name: asked.name.to_string(),
-            url: url.to_owned(),
+            url: self.shown(url),
             reason: "it redirects to nowhere, or to an address without TLS".to_owned(),
         })
     }
 
-    /// The answer, unless it is an error.
+    /// The answer, unless it is an error. What another server than the hub refuses says nothing about the repository.
     fn accepted(
         &self,
         asked: Asked<'_>,
@@ -252,17 +274,17 @@ impl RepositoryClient {
         let text = |name: &str| answer.headers().get(name).and_then(|value| value.to_str().ok());
         let (code, said) = (text("x-error-code").unwrap_or_default().to_owned(), text("x-error-message"));
         let said = said.map(str::to_owned);
-        let token = self.token.is_some();
+        let (token, own) = (self.token.is_some(), self.is_own(url));
         Err(match (status, &code[..]) {
-            (_, "GatedRepo") | (403, _) => {
+            (_, "GatedRepo") | (403, _) if own => {
                 let folder = if kind == RepositoryKind::Dataset { "datasets/" } else { "" };
                 let page = format!("{}/{folder}{}", self.endpoint, name.repository);
                 RepositoryError::Gated { name: name.to_string(), page, token }
             }
-            (_, "RevisionNotFound") => {
+            (_, "RevisionNotFound") if own => {
                 RepositoryError::Revision { name: name.to_string(), revision: name.revision().to_owned() }
             }
-            (401 | 404, _) => RepositoryError::NotFound {
+            (401 | 404, _) if own => RepositoryError::NotFound {
                 name: name.to_string(),
                 kind: kind.to_string(),
                 endpoint: self.endpoint.clone(),
@@ -276,7 +298,7 @@ impl RepositoryClient {
                         answer.into_body().into_reader().take(MAX_MESSAGE_BYTES).read_to_string(&mut message);
                 }
                 let plain = message.chars().filter(|c| !c.is_control()).take(200).collect();
-                let (name, url) = (name.to_string(), url.to_owned());
+                let (name, url) = (name.to_string(), self.shown(url));
                 RepositoryError::Refused { name, url, status, message: plain }
             }
         })
@@ -288,7 +310,7 @@ impl RepositoryClient {
 
     fn too_many(&self, asked: Asked<'_>, url: &str) -> RepositoryError {
         let reason = format!("more than {MOST_REDIRECTS} redirects");
-        RepositoryError::Answer { name: asked.name.to_string(), url: url.to_owned(), reason }
+        RepositoryError::Answer { name: asked.name.to_string(), url: self.shown(url), reason }
     }
 }
 

@@ -4,8 +4,8 @@
 //!   HEAD: content, length -> lock -> resume ETAG.incomplete in requests of one wait each -> length, digest -> rename -> link
 //! ```
 //! Invariant: a blob gets its name when its length and, where the hub names one, its digest are right. A request ends after one
-//! wait whatever has arrived, and the next resumes there; several in a row without a byte are an error. What has arrived is kept
-//! for the next start, unless it is wrong.
+//! wait whatever has arrived, and the next resumes there, at a new address if the old one has expired; several in a row without a
+//! byte are an error. What has arrived is kept for the next start, unless it is wrong.
 
 use std::fs::{self, File};
 use std::io::{self, Read, Seek, SeekFrom, Write};
@@ -42,7 +42,7 @@ pub(super) struct Download<'a> {
 impl Download<'_> {
     /// Fetches the file; its path in the snapshot.
     pub(super) fn run(&self) -> Result<PathBuf, RepositoryError> {
-        let remote = self.client.file(self.asked, self.listing, self.file)?;
+        let mut remote = self.client.file(self.asked, self.listing, self.file)?;
         let (blob, partial) = self.repository.blob(&remote.etag);
         let lock = self.repository.lock(&remote.etag, self.client.wait() * 2);
         let _lock = lock.map_err(|failure| match failure {
@@ -55,7 +55,7 @@ impl Download<'_> {
             },
         })?;
         if !blob.is_file() {
-            self.receive(&remote, &partial)?;
+            self.receive(&mut remote, &partial)?;
             self.check(&remote, &partial)?;
             fs::rename(&partial, &blob).map_err(|source| self.write(&blob, source))?;
         }
@@ -64,7 +64,7 @@ impl Download<'_> {
     }
 
     /// Appends to the partial file until it is whole.
-    fn receive(&self, remote: &RemoteFile, partial: &Path) -> Result<(), RepositoryError> {
+    fn receive(&self, remote: &mut RemoteFile, partial: &Path) -> Result<(), RepositoryError> {
         let opened = File::options().create(true).read(true).write(true).truncate(false).open(partial);
         let mut file = opened.map_err(|source| self.write(partial, source))?;
         let mut have = file.seek(SeekFrom::End(0)).map_err(|source| self.write(partial, source))?;
@@ -82,6 +82,10 @@ impl Download<'_> {
                 Err(Attempt::Fatal(error)) => return Err(error),
                 Err(Attempt::Disk(source)) => return Err(self.write(partial, source)),
                 Err(Attempt::Again(reason)) => reason,
+                Err(Attempt::Expired(status)) => {
+                    self.renew(remote)?;
+                    format!("was refused with status {status}")
+                }
             };
             fruitless = if have > furthest { 0 } else { fruitless + 1 };
             furthest = furthest.max(have);
@@ -102,6 +106,20 @@ impl Download<'_> {
         Ok(())
     }
 
+    /// Asks the hub for the address of the file again.
+    fn renew(&self, remote: &mut RemoteFile) -> Result<(), RepositoryError> {
+        match self.client.file_again(self.asked, self.listing, self.file, remote) {
+            Ok(found) => *remote = found,
+            Err(error) => {
+                // After any other error the next attempt fails as this one, and asks again.
+                if let Attempt::Fatal(error) = Attempt::of(error) {
+                    return Err(error);
+                }
+            }
+        }
+        Ok(())
+    }
+
     /// One request.
     fn attempt(
         &self,
@@ -113,14 +131,7 @@ impl Download<'_> {
     ) -> Result<(), Attempt> {
         let whole = Duration::from_secs(remote.size / SLOWEST_BYTES_PER_S);
         let limit = if *resumes { self.client.wait() } else { self.client.wait() + whole };
-        let answer = self.client.download(self.asked, remote, *have, limit).map_err(|error| match error {
-            RepositoryError::Unreachable { reason, .. } => Attempt::Again(format!("broke off ({reason})")),
-            RepositoryError::Refused { status, .. } if status >= 500 || status == 429 => {
-                Attempt::Again(format!("was refused with status {status}"))
-            }
-            // A partial file that is as long as the server's; it is checked when it is whole.
-            error => Attempt::Fatal(error),
-        })?;
+        let answer = self.client.download(self.asked, remote, *have, limit).map_err(Attempt::of)?;
         if *have > 0 && !continues(&answer, *have) {
             *resumes = false;
             *have = 0;
@@ -206,10 +217,28 @@ impl Download<'_> {
 enum Attempt {
     /// Another request may.
     Again(String),
+    /// One to another address may: this one is refused with this HTTP status.
+    Expired(u16),
     /// None will.
     Fatal(RepositoryError),
     /// The disk refuses the bytes.
     Disk(io::Error),
+}
+
+impl Attempt {
+    /// What an error of the client means for the next request.
+    fn of(error: RepositoryError) -> Self {
+        match error {
+            RepositoryError::Unreachable { reason, .. } => Self::Again(format!("broke off ({reason})")),
+            RepositoryError::Refused { status, .. } if status >= 500 || status == 429 => {
+                Self::Again(format!("was refused with status {status}"))
+            }
+            RepositoryError::Refused { status: status @ (401 | 403 | 404 | 410), .. } => {
+                Self::Expired(status)
+            }
+            error => Self::Fatal(error),
+        }
+    }
 }
 
 /// Whether an answer begins at byte `from`.

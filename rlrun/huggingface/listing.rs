@@ -76,6 +76,28 @@ impl RepositoryListing {
         there.map(str::to_owned).collect()
     }
 
+    /// Checks that the files are there that a model needs beside its weights.
+    ///
+    /// # Errors
+    /// Which is missing, and how to make it.
+    pub(super) fn check_description(&self, name: &RepositoryName) -> Result<(), String> {
+        if !self.has("config.json") {
+            return Err(
+                "the repository has no `config.json`; name one that has it, as transformers writes it"
+                    .to_owned(),
+            );
+        }
+        if self.has("tokenizer.json") {
+            return Ok(());
+        }
+        let repository = &name.repository;
+        Err(format!(
+            "the repository has no `tokenizer.json`; make it with transformers: fetch the files with `hf download {repository} \
+             --local-dir DIR`, run `AutoTokenizer.from_pretrained(\"DIR\").save_pretrained(\"DIR\")` in Python, and name DIR in \
+             place of the repository: `model.path = \"DIR\"`"
+        ))
+    }
+
     /// The files of its weights: one, or the index that names them.
     ///
     /// # Errors
@@ -448,6 +470,18 @@ mod tests {
         assert!(weights(&["pytorch_model.bin"]).unwrap_err().contains("pytorch_model.bin can run code"));
         assert!(weights(&["adapter_model.safetensors"]).unwrap_err().contains("`lora.path`"));
         assert!(weights(&["README.md"]).unwrap_err().contains("has no `model.safetensors`"));
+    }
+
+    #[test]
+    fn a_repository_without_a_tokenizer_says_how_to_make_it() {
+        let name = RepositoryName::parse(Path::new("hf:a/b"), RepositoryKind::Model).unwrap();
+        let checked = |files: &[&str]| listing(files, Value::Null).check_description(&name);
+        assert_eq!(checked(&["config.json", "tokenizer.json"]), Ok(()));
+        assert!(checked(&["tokenizer.json"]).unwrap_err().contains("no `config.json`"));
+        let reason = checked(&["config.json", "tokenizer.model"]).unwrap_err();
+        for part in ["no `tokenizer.json`", "hf download a/b", "save_pretrained", "`model.path = \"DIR\"`"] {
+            assert!(reason.contains(part), "{reason}");
+        }
     }
 
     #[test]

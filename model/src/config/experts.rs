@@ -10,6 +10,8 @@ use crate::ModelError;
 use crate::layer::{ExpertActivation, ExpertSpec, RouterKind, SwigluClamp};
 
 const MAX_EXPERTS: usize = 4096;
+/// Most tensors of a model, far above any that exists: each has a name and a shape in memory, whatever its size.
+const MAX_TENSORS: usize = 1 << 20;
 
 /// Whether layers have experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -96,6 +98,14 @@ pub(super) fn read(
         return Err(keys.unsupported(key, "models of this family without this key"));
     }
     let count = rule.count(keys)?;
+    // A layer has up to 16 tensors, and each of its experts up to 4.
+    if num_layers.saturating_mul(16 + 4 * count) > MAX_TENSORS {
+        let expected = format!(
+            "a number of layers that, with {} = {count}, makes at most {MAX_TENSORS} tensors",
+            rule.count[0]
+        );
+        return Err(keys.bad("num_hidden_layers", &expected));
+    }
     let per_token = keys.size("num_experts_per_tok")?;
     if keys.optional_size("experts_per_token")?.is_some_and(|other| other != per_token) {
         let expected = format!("num_experts_per_tok, which is {per_token}");

@@ -439,6 +439,16 @@ fn keys_of_latents_are_honoured_or_refused() {
 }
 
 #[test]
+fn a_model_of_more_tensors_than_any_is_refused() {
+    let [tied, _] = tiny();
+    let mut map = tied.of_family(Architecture::Qwen3Moe).to_json().as_object().unwrap().clone();
+    let many = json!({"num_hidden_layers": 100, "num_experts": 4096, "layer_types": null});
+    map.extend(many.as_object().unwrap().clone());
+    let error = Config::from_json(Path::new("m/config.json"), &map).unwrap_err().to_string();
+    assert!(error.contains("num_experts = 4096, makes at most 1048576 tensors"), "{error}");
+}
+
+#[test]
 fn keys_of_experts_are_honoured_or_refused() {
     let [tied, _] = tiny();
     let of = |architecture: Architecture, changes: &Value| {

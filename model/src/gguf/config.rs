@@ -189,13 +189,13 @@ impl GgufFile {
     /// ones, and smooth in between.
     fn llama3(&self, theta: f64, head_dim: usize) -> Result<Value, ModelError> {
         let tensor = &self.tensors[ROPE_FACTORS];
-        let mut divisors = vec![0.0; head_dim / 2];
         if tensor.shape != [head_dim / 2] {
             let (found, expected) = (&tensor.shape, head_dim / 2);
             return Err(self.unusable(format!(
                 "tensor {ROPE_FACTORS} has shape {found:?}, expected [{expected}]; fetch it again"
             )));
         }
+        let mut divisors = vec![0.0; head_dim / 2];
         dequantize(tensor.dtype, &self.bytes[tensor.bytes.clone()], &mut divisors)
             .map_err(|error| self.unusable(format!("tensor {ROPE_FACTORS} cannot be read: {error}")))?;
         let factor = f64::from(divisors.iter().copied().fold(1.0, f32::max));

@@ -8,7 +8,8 @@
 //! ```
 //!
 //! Invariant: candle-core's reader sees only a header that [`check`] has walked through. Left alone, that reader divides by an
-//! alignment of 0, and allocates 32 bytes for each byte of an array. Every tensor of a header that is read lies in the file.
+//! alignment of 0, and allocates 32 bytes for each byte of an array. Every tensor of a header that is read lies in the file, and
+//! all of them have no more bytes than the file, so that its length bounds the memory of the weights.
 
 use std::collections::BTreeMap;
 use std::io::Cursor;
@@ -78,6 +79,7 @@ pub(super) fn read(file: &[u8]) -> Result<Header, String> {
         return Err(damaged("it names a key or a tensor twice"));
     }
     let mut tensors = BTreeMap::new();
+    let mut all_bytes = 0usize;
     for (name, tensor) in content.tensor_infos {
         let start = content.tensor_data_offset.checked_add(tensor.offset);
         let shape = tensor.shape.into_dims();
@@ -94,6 +96,13 @@ pub(super) fn read(file: &[u8]) -> Result<Header, String> {
                 bytes.end,
                 file.len()
             ));
+        }
+        all_bytes = all_bytes.saturating_add(bytes.len());
+        if all_bytes > file.len() {
+            return Err(damaged(&format!(
+                "tensor {name} overlaps others: all tensors have more bytes than the {} of the file",
+                file.len()
+            )));
         }
         tensors.insert(name, GgufTensor { dtype: tensor.ggml_dtype, shape, bytes });
     }
@@ -263,5 +272,30 @@ impl<'a> Walk<'a> {
             return Err(damaged(&format!("tensor {name} begins at {offset}, which `{ALIGNMENT}` forbids")));
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A file with two tensors of 4096 f32 at these offsets.
+    fn two_tensors(offsets: [u64; 2]) -> Vec<u8> {
+        let mut file = [MAGIC, &3u32.to_le_bytes(), &2u64.to_le_bytes(), &0u64.to_le_bytes()].concat();
+        for (name, offset) in ["a", "b"].into_iter().zip(offsets) {
+            file.extend([&1u64.to_le_bytes()[..], name.as_bytes()].concat());
+            file.extend([&1u32.to_le_bytes()[..], &4096u64.to_le_bytes(), &0u32.to_le_bytes()].concat());
+            file.extend(offset.to_le_bytes());
+        }
+        let data = file.len().next_multiple_of(32) + *offsets.iter().max().unwrap() as usize;
+        file.resize(data + 4096 * 4, 0);
+        file
+    }
+
+    #[test]
+    fn tensors_that_share_bytes_are_refused() {
+        assert_eq!(read(&two_tensors([0, 4096 * 4])).unwrap().tensors.len(), 2);
+        let error = read(&two_tensors([0, 0])).err().unwrap();
+        assert!(error.contains("overlaps others") && error.contains("fetch it again"), "{error}");
     }
 }

@@ -80,6 +80,16 @@ pub enum TaskError {
         /// JSON type of the found value.
         found: &'static str,
     },
+    /// A whole number of JSON that 64 bits do not hold.
+    #[error(
+        "{place}: the whole number {number} needs more than 64 bits, which would be rounded; write it as a string"
+    )]
+    WideInteger {
+        /// The row.
+        place: RowLocation,
+        /// The number as it is written.
+        number: String,
+    },
     /// A file that is not Parquet, or damaged.
     #[error("{} is not a readable Parquet file: {reason}; download it again or convert it to .jsonl", .path.display())]
     Parquet {
@@ -87,6 +97,19 @@ pub enum TaskError {
         path: PathBuf,
         /// Message of the reader.
         reason: String,
+    },
+    /// A file whose rows take more memory than its bytes let expect.
+    #[error(
+        "{}: its first {rows} rows take more than {mib} MiB of memory, because they repeat values of the file; write the rows \
+         that are needed to a .jsonl file, and name that", .path.display()
+    )]
+    Memory {
+        /// The file.
+        path: PathBuf,
+        /// Rows, to the first that is beyond the limit.
+        rows: usize,
+        /// The limit, MiB.
+        mib: u64,
     },
     /// A file that is no Arrow stream, or damaged.
     #[error(

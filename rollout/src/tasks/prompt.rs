@@ -3,6 +3,7 @@
 //! Invariant: a cell of the wrong type is an error; nothing is turned into text that a user would not read as text.
 //! Chat templates are applied later, by the model's tokenizer.
 
+use model::ChatMessage;
 use serde_json::{Map, Value};
 use trajectory::{Message, Prompt};
 
@@ -34,7 +35,7 @@ pub fn text(value: &Value) -> Option<String> {
 /// Reads a prompt cell: a string or a list of messages.
 ///
 /// # Errors
-/// A cell of another type, an empty list, a message without `role` and `content` as strings.
+/// A cell of another type, an empty list, a message without `role` and `content` as strings, or with calls of tools.
 pub fn from_cell(row: &DatasetRow, column: &str, value: &Value) -> Result<Prompt, TaskError> {
     let wrong = |found: String| TaskError::CellType {
         place: row.place.clone(),
@@ -42,37 +43,83 @@ pub fn from_cell(row: &DatasetRow, column: &str, value: &Value) -> Result<Prompt
         found,
         expected: "a prompt must be a string, or a list of messages with `role` and `content` as strings",
     };
+    let calls = |message: &Value| message["tool_calls"].as_array().is_some_and(|calls| !calls.is_empty());
     match (value, messages(value)) {
         (Value::String(text), _) => Ok(Prompt::Text(text.clone())),
+        (Value::Array(list), _) if list.iter().any(calls) => {
+            Err(wrong("a list with `tool_calls`, which a prompt does not keep".to_owned()))
+        }
         (_, Ok(messages)) => Ok(Prompt::Messages(messages)),
         (_, Err(found)) => Err(wrong(found)),
     }
 }
 
-/// Reads a list of messages.
+/// Reads a list of messages: role, text, and the id of the call that a tool's answer is of.
 ///
 /// # Errors
-/// What the value is instead: another type, an empty list, a list with a message without `role` and `content` as strings.
-pub fn messages(value: &Value) -> Result<Vec<Message>, String> {
+/// Those of [`chat_messages`].
+fn messages(value: &Value) -> Result<Vec<Message>, String> {
+    let message = |message: ChatMessage| {
+        let id = message.extra.get("tool_call_id").and_then(Value::as_str).map(str::to_owned);
+        Message { tool_call_id: id, ..Message::new(message.role, message.content) }
+    };
+    Ok(chat_messages(value)?.into_iter().map(message).collect())
+}
+
+/// Reads a list of messages with all their keys, such as `tool_calls`, `name` and `reasoning_content`, for chat templates.
+/// `content` may be absent or null beside calls of tools.
+///
+/// # Errors
+/// What the value is instead: another type, an empty list, a list with a message without `role` and `content` as strings, or
+/// with `tool_calls` that are no list.
+pub fn chat_messages(value: &Value) -> Result<Vec<ChatMessage>, String> {
     let Value::Array(list) = value else { return Err(type_of(value).to_owned()) };
     if list.is_empty() {
         return Err("an empty list".to_owned());
     }
-    let message = |(at, message): (usize, &Value)| {
-        let part = |key: &str| match message.get(key) {
-            Some(Value::String(text)) => Ok(text.clone()),
-            Some(other) => Err(format!("a list whose message {at} has {} as `{key}`", type_of(other))),
-            None => Err(format!("a list whose message {at} has no `{key}`")),
-        };
-        Ok(Message::new(part("role")?, part("content")?))
-    };
-    list.iter().enumerate().map(message).collect()
+    list.iter().enumerate().map(|(at, message)| chat_message(at, message)).collect()
 }
 
-/// The prompt of a conversation: its messages before the last assistant turn.
+/// Message number `at` of a list. A key that is null is absent: tables give every message the keys of all.
+fn chat_message(at: usize, message: &Value) -> Result<ChatMessage, String> {
+    let wrong =
+        |value: &Value, key: &str| format!("a list whose message {at} has {} as `{key}`", type_of(value));
+    let tool_calls: Vec<Value> = match message.get("tool_calls") {
+        None | Some(Value::Null) => Vec::new(),
+        Some(Value::Array(calls)) => calls.iter().map(tool_call).collect(),
+        Some(other) => return Err(wrong(other, "tool_calls")),
+    };
+    let part = |key: &str| match message.get(key) {
+        Some(Value::String(text)) => Ok(text.clone()),
+        None | Some(Value::Null) if key == "content" && !tool_calls.is_empty() => Ok(String::new()),
+        Some(other) => Err(wrong(other, key)),
+        None => Err(format!("a list whose message {at} has no `{key}`")),
+    };
+    let (role, content) = (part("role")?, part("content")?);
+    let others = message.as_object().into_iter().flatten();
+    let others = others.filter(|(key, value)| {
+        !["role", "content", "tool_calls"].contains(&key.as_str()) && !value.is_null()
+    });
+    let extra = others.map(|(key, value)| (key.clone(), value.clone())).collect();
+    Ok(ChatMessage { role, content, tool_calls, extra })
+}
+
+/// A call of a tool as chat templates take it: `arguments` as an object, which datasets have as its JSON text too.
+fn tool_call(call: &Value) -> Value {
+    let mut call = call.clone();
+    let arguments = call.get_mut("function").and_then(|function| function.get_mut("arguments"));
+    if let Some(arguments) = arguments
+        && let Some(parsed) = arguments.as_str().and_then(|text| serde_json::from_str(text).ok())
+    {
+        *arguments = Value::Object(parsed);
+    }
+    call
+}
+
+/// The prompt of a conversation that is trained on: its messages before the last assistant turn.
 ///
 /// # Errors
-/// As [`from_cell`]; a text; a conversation without an assistant turn, or with nothing before it.
+/// A cell that is no list of messages; a conversation without an assistant turn, or with nothing before it.
 pub fn of_conversation(row: &DatasetRow, column: &str, value: &Value) -> Result<Prompt, TaskError> {
     let wrong = |found: &str| TaskError::CellType {
         place: row.place.clone(),
@@ -81,9 +128,7 @@ pub fn of_conversation(row: &DatasetRow, column: &str, value: &Value) -> Result<
         expected: "a conversation must be a list of messages, with an assistant turn after the prompt; name the column of \
                    the prompt in `prompt_column` if it stands elsewhere",
     };
-    let Prompt::Messages(mut messages) = from_cell(row, column, value)? else {
-        return Err(wrong(type_of(value)));
-    };
+    let mut messages = messages(value).map_err(|found| wrong(&found))?;
     match messages.iter().rposition(|message| message.role == "assistant") {
         None => Err(wrong("a list with no assistant turn")),
         Some(0) => Err(wrong("a list with nothing before its last assistant turn")),
@@ -208,6 +253,26 @@ mod tests {
             let message = read(value).unwrap_err().to_string();
             assert!(message.starts_with(&format!("d.jsonl:3: column `prompt` is {found}; ")), "{message}");
         }
+    }
+
+    #[test]
+    fn messages_keep_their_keys() {
+        let call = |arguments: Value| json!({"function": {"name": "add", "arguments": arguments}});
+        let list = json!([
+            {"role": "user", "content": "1+1?", "name": "Ann", "tool_calls": null},
+            {"role": "assistant", "content": null, "reasoning_content": "sum", "tool_calls": [call(json!("{\"a\": 1}"))]},
+            {"role": "tool", "content": "2", "tool_call_id": "c1"},
+        ]);
+        let read = chat_messages(&list).unwrap();
+        assert_eq!(read[0].extra, *json!({"name": "Ann"}).as_object().unwrap());
+        assert_eq!((&*read[1].content, &read[1].tool_calls), ("", &vec![call(json!({"a": 1}))]));
+        assert_eq!(read[1].extra["reasoning_content"], "sum");
+        assert_eq!(messages(&list).unwrap()[2].tool_call_id.as_deref(), Some("c1"));
+        assert!(
+            from_cell(&row(json!({})), "prompt", &list).unwrap_err().to_string().contains("`tool_calls`")
+        );
+        let wrong = json!([{"role": "assistant", "content": "", "tool_calls": "add"}]);
+        assert_eq!(chat_messages(&wrong).unwrap_err(), "a list whose message 0 has a string as `tool_calls`");
     }
 
     proptest! {

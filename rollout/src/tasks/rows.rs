@@ -377,6 +377,26 @@ pub(super) mod tests {
     }
 
     #[test]
+    fn whole_numbers_beyond_64_bits_are_refused_where_they_stand() {
+        let dir = tempfile::tempdir().unwrap();
+        let wide = "18446744073709551617";
+        let fits = format!(
+            r#"{{"n": 18446744073709551615, "m": -9223372036854775808, "x": 1e20, "t": "{wide}\"{wide}"}}"#
+        );
+        let row = format!(r#"{{"n": [{{"m": {wide}}}]}}"#);
+        for (name, start, between, end) in [("t.jsonl", "", "\n", "\n"), ("t.json", "[", ",\n", "]")] {
+            let path = dir.path().join(name);
+            std::fs::write(&path, format!("{start}{fits}{between}{fits}{end}")).unwrap();
+            let rows = all(std::slice::from_ref(&path), None).unwrap();
+            assert_eq!((rows.len(), rows[1].columns["n"].as_u64()), (2, Some(u64::MAX)));
+            std::fs::write(&path, format!("{start}{fits}{between}{row}{end}")).unwrap();
+            let error = all(&[path], None).unwrap_err().to_string();
+            assert!(error.contains(&format!("{name}:2: the whole number {wide} needs")), "{error}");
+            assert!(error.ends_with("write it as a string"), "{error}");
+        }
+    }
+
+    #[test]
     fn a_row_without_an_end_is_refused_at_its_limit() {
         let dir = tempfile::tempdir().unwrap();
         for (name, start) in [("t.json", "[\""), ("t.csv", "a\n\"")] {
