@@ -73,6 +73,7 @@ impl AgentEndpoint {
             root: directory.path().display().to_string(),
             directory: Arc::clone(directory),
             max_context: directory.config().max_context(),
+            stop_strings: recipe.stop_rules(directory).strings,
             adapters: Vec::new(),
         };
         let config = EndpointConfig {

@@ -320,7 +320,9 @@ DEVICE void sample(Row row, const Settings& asked, const Drawn& out) {
     float logprob = 0;
     int kept = 0;
     if (asked.temperature == 0) {
-        token = uint32(most_likely(row).slot);
+        Best best = most_likely(row);
+        token = uint32(best.slot);
+        if (!(best.z < INFINITE && best.z > -INFINITE)) logprob = INFINITE - INFINITE;
     } else {
         if (asked.top_p < 1 || asked.top_k > 0 || asked.min_p > 0) {
             kept = truncate(row, asked, out.kept_ids, out.scratch);
@@ -347,7 +349,7 @@ DEVICE void sample(Row row, const Settings& asked, const Drawn& out) {
 // settings [n, 5]: bits of temperature, top_p, min_p and of the uniform number in [0, 1), and top_k. draws [n, 3]:
 // token, bits of its log-probability, and number of tokens after truncation (0 without truncation) of each row; their
 // ids are in kept_ids [n, 4096], ascending. A row with more than 4096 kept tokens has their number and no token. A row
-// with none, because its logits are NaN, has NaN as log-probability.
+// with none, because its logits are NaN, has NaN as log-probability, as has a greedy choice.
 KERNEL(512, sample, const float* logits, int vocabulary, const uint32* settings, uint32* draws, uint32* kept_ids,
        uint32* scratch) {
     int64 at = blockIdx.x, list = at * sampling::KEPT;

@@ -121,7 +121,8 @@ impl RunningAnswer {
     pub(crate) fn new(service: Service, parts: AnswerParts) -> Self {
         let AnswerParts { generation, requests, turn, permit } = parts;
         let Generation { prompts, parameters, .. } = generation;
-        let (samples, stop) = (parameters.samples, parameters.options.stop);
+        let (samples, mut stop) = (parameters.samples, parameters.options.stop);
+        stop.strings.extend_from_slice(&service.policy().stop_strings);
         let tokenizer = service.directory().tokenizer();
         let stream =
             |_| ChoiceStream { text: TextStream::new(tokenizer, &stop.strings), tokens: 0, newest: None };

@@ -14,6 +14,10 @@ use crate::ApiError;
 /// Variables that a client may not set: the conversation has them.
 const OWN_VARIABLES: [&str; 4] = ["messages", "tools", "add_generation_prompt", "documents"];
 
+/// Appended to a message that is continued, so that its end is found in the rendered text. It ends with a space, which a template
+/// that trims messages removes.
+const CONTINUED: &str = "CONTINUE_FINAL_MESSAGE_TAG ";
+
 /// A conversation whose next message is sampled.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Conversation {
@@ -104,23 +108,27 @@ impl ChatRenderer {
         if !tools.is_empty() && !self.knows.tools {
             self.describe(&tools, &mut messages);
         }
-        let last = messages.last().filter(|_| continue_final_message);
-        let last = last.map(|message| message.content.clone());
+        let continued = messages.last_mut().filter(|_| continue_final_message);
+        let continued = continued.map(|last| {
+            let content = last.content.trim().to_owned();
+            last.content.push_str(CONTINUED);
+            content
+        });
         let tools = if self.knows.tools { tools } else { Vec::new() };
         let options = ChatOptions { tools, add_generation_prompt, variables };
         let rendered = template.render_chat(messages, options);
         let rendered = rendered.map_err(|error| ApiError::invalid("messages", error.to_string()))?;
-        match last {
-            None => Ok(rendered),
-            // The text of the last message, without what the template writes after it.
-            Some(last) => match rendered.rfind(last.trim_end()).filter(|_| !last.trim().is_empty()) {
-                Some(at) => Ok(rendered[..at + last.trim_end().len()].to_owned()),
-                None => Err(ApiError::invalid(
-                    "continue_final_message",
-                    "the chat template does not render the last message as it is, so it cannot be continued",
-                )),
-            },
-        }
+        let Some(content) = continued else { return Ok(rendered) };
+        let end = rendered.rfind(CONTINUED.trim_end()).filter(|end| rendered[..*end].contains(&content));
+        let Some(end) = end else {
+            return Err(ApiError::invalid(
+                "continue_final_message",
+                "the chat template does not render the last message as it is, so it cannot be continued",
+            ));
+        };
+        let (before, after) = rendered.split_at(end);
+        // A template that trims messages would have trimmed the end of this one.
+        Ok(if after.starts_with(CONTINUED) { before } else { before.trim_end() }.to_owned())
     }
 
     /// Writes the calls of a message into its text, for templates that do not.

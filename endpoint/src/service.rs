@@ -32,6 +32,8 @@ pub struct ServedPolicy {
     pub directory: Arc<ModelDirectory>,
     /// Most tokens of prompt and completion.
     pub max_context: usize,
+    /// Stop strings of the sampler, which end every completion beside those of the request.
+    pub stop_strings: Vec<String>,
     /// Adapters that are served beside its weights, in the order of the sampler's.
     pub adapters: Vec<ServedAdapter>,
 }

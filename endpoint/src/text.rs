@@ -41,7 +41,11 @@ impl TextStream {
 
     /// The rest of `whole`, the text of the completion that has ended.
     pub(crate) fn rest(&mut self, whole: &str) -> String {
-        let rest = whole.strip_prefix(&self.text[..self.taken]).unwrap_or_default().to_owned();
+        let (given, waiting) = self.text.split_at(self.taken);
+        // A tokenizer may decode a whole text in another way than its pieces: then only what waits is left.
+        let ends_whole = |end: &usize| waiting.is_char_boundary(*end) && whole.ends_with(&waiting[..*end]);
+        let left = || (0..=waiting.len()).rev().find(ends_whole).map_or("", |end| &waiting[..end]);
+        let rest = whole.strip_prefix(given).unwrap_or_else(left).to_owned();
         self.taken = self.text.len();
         rest
     }
@@ -70,6 +74,8 @@ mod tests {
         assert_eq!(stream.rest("abc"), "");
         let mut stream = TextStream::new(&tokenizer, &[]);
         assert_eq!((stream.push(&encode("ab")), stream.rest("abc")), ("ab".to_owned(), "c".to_owned()));
+        let mut stream = TextStream::new(&tokenizer, &["END".to_owned()]);
+        assert_eq!((stream.push(&encode("abcdE")), stream.rest("?bcd")), ("abc".to_owned(), "d".to_owned()));
     }
 
     proptest! {

@@ -114,6 +114,7 @@ impl Endpoint {
             root: Path::new("tiny").display().to_string(),
             directory: Arc::clone(&model.directory),
             max_context: 1024,
+            stop_strings: Vec::new(),
             adapters: Vec::new(),
         };
         let config = EndpointConfig { policy, limits, token: token.map(str::to_owned), sessions: None };

@@ -1,10 +1,11 @@
 //! What every protocol reads and writes.
 
-use endpoint::EndpointLimits;
+use endpoint::{ChatRenderer, Conversation, EndpointLimits};
+use model::ChatMessage;
 use serde_json::{Value, json};
 
-use crate::Endpoint;
 use crate::client::hello;
+use crate::{Endpoint, Model};
 
 const CALL: &str = r#"<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>"#;
 
@@ -194,6 +195,25 @@ fn a_message_of_anthropic_counts_and_streams_as_it_says() {
     let prompt =
         endpoint.post("/v1/chat/completions", &chat).ok()["prompt_token_ids"].as_array().unwrap().len();
     assert_eq!(count["input_tokens"], prompt);
+}
+
+#[test]
+fn a_message_is_continued_where_it_ends() {
+    let renderer = ChatRenderer::new(Model::new().directory);
+    for content in ["s", "eos", "it is", "it is ", ""] {
+        let message = |role: &str, content: &str| ChatMessage {
+            role: role.to_owned(),
+            content: content.to_owned(),
+            ..ChatMessage::default()
+        };
+        let conversation = Conversation {
+            messages: vec![message("user", "q"), message("assistant", content)],
+            continue_final_message: true,
+            ..Conversation::default()
+        };
+        let expected = format!("[user]q<eos>[assistant]{content}");
+        assert_eq!(renderer.render(conversation).unwrap(), expected);
+    }
 }
 
 #[test]

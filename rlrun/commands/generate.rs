@@ -29,8 +29,11 @@ const LOOK_UP: Duration = Duration::from_millis(50);
 
 /// Answers the prompts of `args`, or those of the terminal until the end of input.
 pub(super) fn generate(args: &GenerateArgs, program: &Program) -> Result<String, Failure> {
-    let mut generator = TextGenerator::open(args, program)?;
-    let played = recipe_with_environment(&args.target, generator.directory.path(), program)?;
+    let target = HuggingFace::of(program).model(&args.target)?;
+    let directory = ModelDirectory::open(&model_of(&target, None)?)?;
+    let played = recipe_with_environment(&args.target, directory.path(), program)?;
+    let stop = played.as_ref().map(|recipe| recipe.stop_rules(&directory));
+    let mut generator = TextGenerator::open(args, directory, stop)?;
     let mut player = played.map(|recipe| EpisodePlayer::open(recipe, &generator, program)).transpose()?;
     if !args.interactive {
         let answer = |prompt: &String| match &mut player {
@@ -68,9 +71,12 @@ struct TextGenerator {
 }
 
 impl TextGenerator {
-    fn open(args: &GenerateArgs, program: &Program) -> Result<Self, Failure> {
-        let target = HuggingFace::of(program).model(&args.target)?;
-        let directory = ModelDirectory::open(&model_of(&target, None)?)?;
+    /// Without `stop`, only the stop tokens of the model end an answer.
+    fn open(
+        args: &GenerateArgs,
+        directory: ModelDirectory,
+        stop: Option<StopRules>,
+    ) -> Result<Self, Failure> {
         let context = directory.config().max_context();
         let max_tokens = args.max_tokens.min(context.saturating_sub(1)).max(1);
         let device = args.on.device()?;
@@ -84,11 +90,11 @@ impl TextGenerator {
             max_samples: 1,
             seed: 0,
         };
-        let stop = StopRules {
+        let stop = stop.unwrap_or_else(|| StopRules {
             token_ids: directory.stop_token_ids().to_vec(),
             strings: Vec::new(),
             tokenizer: directory.tokenizer().clone(),
-        };
+        });
         let on = match device {
             None => ServeOn::Host(Quantization::None),
             Some((place, dtype)) => ServeOn::Device(Device::open(place)?, dtype),

@@ -54,8 +54,14 @@ pub(super) fn serve(args: &ServePolicyArgs, program: &Program) -> Result<String,
     allow_files();
     let (handle, queue) =
         request_queue(RequestBounds { max_open: args.max_open, max_running: args.max_running });
-    let policy =
-        ServedPolicy { name, root: args.target.display().to_string(), directory, max_context, adapters };
+    let policy = ServedPolicy {
+        name,
+        root: args.target.display().to_string(),
+        directory,
+        max_context,
+        stop_strings: Vec::new(),
+        adapters,
+    };
     let store = SessionStore::new(SessionLimits::default());
     let admin_key = key.as_deref().map(Into::into);
     let control = SessionControl { store: store.clone(), waiting: None, admin_key };

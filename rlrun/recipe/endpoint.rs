@@ -34,7 +34,8 @@ pub(super) fn check(raw: &mut RawRecipe, checker: &mut Checker<'_>) {
                 "name an `endpoint.token_file`, or listen on 127.0.0.1",
             );
         } else if !endpoint.insecure {
-            let message = format!("`endpoint.listen` is {listen}, and keys would go there for all to read");
+            let message =
+                format!("`endpoint.listen` is {listen}, and clients would send API keys to it unencrypted");
             let help = "put a proxy with TLS in front of 127.0.0.1, or set `endpoint.insecure` if the network is safe";
             checker.report("endpoint.listen", message, help);
         }
@@ -53,6 +54,11 @@ pub(super) fn check(raw: &mut RawRecipe, checker: &mut Checker<'_>) {
         let message = "the distribution of agents' turns is not truncated; `rollout.top_p`, `top_k` and `min_p` have no effect";
         let paths = ["rollout.top_p", "rollout.top_k", "rollout.min_p", "environment.kind"];
         checker.report_latest(&paths, message, "leave them at their defaults");
+    }
+    if raw.rollout.interrupt_text.is_some() && kinds.iter().any(|kind| AGENT_KINDS.contains(kind)) {
+        let message = "agents' turns are not interrupted; `rollout.interrupt_text` has no effect";
+        let paths = ["rollout.interrupt_text", "environment.kind"];
+        checker.report_latest(&paths, message, "remove the keys of the interruption");
     }
 }
 

@@ -89,7 +89,10 @@ impl Sampler for LocalSampler {
     }
 
     fn abort(&mut self, group: GroupId) -> Result<usize, RolloutError> {
-        Ok(self.engine.abort(group))
+        let aborted = self.engine.abort(group);
+        // The engine may be idle now, so that no step frees them.
+        self.engine.free_ended_adapters()?;
+        Ok(aborted)
     }
 
     fn partials(&mut self) -> Vec<PartialCompletion> {

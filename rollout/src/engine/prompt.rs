@@ -9,6 +9,7 @@ use super::interrupt::Interruption;
 use super::retained::CachedPrefix;
 use super::sequence::{Prefilled, Sequence};
 use super::stop::StopRules;
+use crate::requests::FIRST_GROUP;
 use crate::sampler::SampleRequest;
 
 /// A request whose prompt is being prefilled.
@@ -91,6 +92,8 @@ impl PromptJob {
         let prompt = Prefilled { number, request: &request, prefill: &prefill, pages: &pages };
         let sequence = |n: usize| {
             let index = request.first_index + n as u32;
+            // Requests of clients are never interrupted: they would take the text for tokens of the policy.
+            let interruption = interruption.filter(|_| request.group < FIRST_GROUP);
             let planned = interruption.map(|interruption| interruption.of(seed, request.group, index));
             Sequence::new(prompt, n, seed, stop, planned)
         };

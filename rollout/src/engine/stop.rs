@@ -69,19 +69,16 @@ impl TextWatch {
         self.taken = count;
         let Some(piece) = self.stream.step(token)? else { return Ok(false) };
         self.text.push_str(&piece);
-        // A stop string that ends in this piece begins at most its own length before it.
-        let longest = self.strings.iter().map(String::len).max().unwrap_or(0);
-        let mut from = self.text.len().saturating_sub(piece.len() + longest);
-        while !self.text.is_char_boundary(from) {
-            from -= 1;
-        }
         let before = self.text.len() - piece.len();
         let ends_here = |stop: &String| {
-            let places = self.text[from..].match_indices(stop.as_str()).map(|(at, _)| at);
-            places.into_iter().find(|at| from + at + stop.len() > before)
+            // What begins here or later ends in this piece.
+            let mut from = (before + 1).saturating_sub(stop.len().max(1));
+            while !self.text.is_char_boundary(from) {
+                from += 1;
+            }
+            self.text[from..].find(stop.as_str()).map(|at| from + at)
         };
-        let found = self.strings.iter().filter_map(ends_here).min();
-        self.end = found.filter(|_| may_end).map(|at| from + at);
+        self.end = self.strings.iter().filter_map(ends_here).min().filter(|_| may_end);
         Ok(self.end.is_some())
     }
 
@@ -94,5 +91,26 @@ impl TextWatch {
         });
         let first = || self.strings.iter().filter_map(|stop| text.find(stop.as_str())).min();
         &text[..at.or_else(first).unwrap_or(text.len())]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use model::SpecialTokens;
+
+    use super::*;
+
+    #[test]
+    fn a_stop_string_that_overlaps_itself_ends_as_soon_as_one_may() {
+        let json = model::characters::characters();
+        let tokenizer = Tokenizer::from_json(Path::new("tokenizer.json"), &json).unwrap();
+        let token = tokenizer.encode("a", SpecialTokens::Omit).unwrap()[0];
+        let rules = StopRules { token_ids: vec![], strings: vec!["aa".to_owned()], tokenizer };
+        let mut watch = rules.watch(&RequestStop::default()).unwrap();
+        let ended: Vec<bool> = (1..=3).map(|n| watch.push_once(n, token, n > 2).unwrap()).collect();
+        assert_eq!(ended, [false, false, true]);
+        assert_eq!(watch.cut("aaa"), "a");
     }
 }

@@ -39,6 +39,7 @@ impl ControlRoutes {
             root: String::new(),
             directory: Arc::new(model),
             max_context: 64,
+            stop_strings: Vec::new(),
             adapters: Vec::new(),
         };
         let config = EndpointConfig {
