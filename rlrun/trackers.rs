@@ -9,10 +9,11 @@ mod tensorboard;
 mod upload;
 mod wandb;
 
+use std::borrow::Cow;
 use std::io;
 
 use trainer::StepReport;
-use trajectory::{PolicyVersion, Trajectory};
+use trajectory::{Group, PolicyVersion, Trajectory};
 
 use crate::metrics::Metrics;
 use crate::recipe::Recipe;
@@ -24,10 +25,17 @@ use tensorboard::{EventFile, EventSummary};
 use upload::Uploader;
 use wandb::OfflineRun;
 
+/// Most completions of a step that TensorBoard gets.
+const MAX_COMPLETIONS: usize = 4;
+/// Longest text of a prompt or a completion that TensorBoard gets; a longer one is cut, bytes.
+const MAX_TEXT_BYTES: usize = 4096;
+
 /// The trackers of a run.
 #[derive(Debug, Default)]
 pub(crate) struct Trackers {
     tensorboard: Option<EventFile>,
+    /// Whether TensorBoard gets the first group of every step as text.
+    with_samples: bool,
     wandb: Option<OfflineRun>,
     uploader: Option<Uploader>,
 }
@@ -51,7 +59,7 @@ impl Trackers {
             report.note(&format!("the run is not uploaded to W&B while it goes on: {error}"));
             None
         });
-        Self { tensorboard, wandb, uploader }
+        Self { tensorboard, with_samples: log.samples > 0, wandb, uploader }
     }
 
     /// Writes the ends of the logs. What is uploaded while the run goes on is uploaded to its end; of other logs of W&B the
@@ -77,6 +85,9 @@ impl Trackers {
             values().for_each(|(name, value)| summary.scalar(name, value));
             if let Some(step) = step {
                 distributions(&mut summary, step);
+                if let Some(group) = step.groups.first().filter(|_| self.with_samples) {
+                    summary.text("samples", &group_text(group));
+                }
             }
             if let Err(error) = file.append(number, &summary) {
                 left("TensorBoard", &error, report);
@@ -106,7 +117,7 @@ fn left(name: &str, error: &io::Error, report: &Report) {
     report.note(&format!("logs for {name} cannot be written: {error}; the run goes on without them"));
 }
 
-/// Distributions over the trajectories of a batch and over its sampled tokens, and its first group as text.
+/// Distributions over the trajectories of a batch and over its sampled tokens.
 fn distributions(summary: &mut EventSummary, step: &StepReport) {
     let trajectories = || step.groups.iter().flat_map(|group| group.sampled());
     let lengths: Vec<f64> = trajectories().map(|trajectory| trajectory.completion_tokens() as f64).collect();
@@ -119,17 +130,60 @@ fn distributions(summary: &mut EventSummary, step: &StepReport) {
     summary.histogram("distribution/reward", &rewards);
     summary.histogram("distribution/staleness", &stalenesses);
     summary.counted("distribution/importance_ratio", &step.sums.ratios.buckets());
-    let Some(group) = step.groups.first() else { return };
-    let mut text = format!("**prompt**\n\n{}\n", indented(&crate::prepare::prompt_text(&group.task)));
-    for trajectory in &group.trajectories {
-        let reward =
-            trajectory.reward().map_or_else(|| "no reward".to_owned(), |reward| format!("reward {reward}"));
-        text += &format!("\n**{reward}**\n\n{}\n", indented(&trajectory.text));
+}
+
+/// The prompt of a group and its first completions, as Markdown.
+fn group_text(group: &Group) -> String {
+    let trajectories = group.trajectories.iter();
+    let completions: Vec<_> =
+        trajectories.map(|trajectory| (trajectory.reward(), &*trajectory.text)).collect();
+    markdown(&crate::prepare::prompt_text(&group.task), &completions)
+}
+
+/// A prompt and the first of its `completions` (reward, text), as Markdown of bounded length.
+fn markdown(prompt: &str, completions: &[(Option<f64>, &str)]) -> String {
+    let mut shown = format!("**prompt**\n\n{}\n", indented(&cut(prompt)));
+    for (reward, text) in completions.iter().take(MAX_COMPLETIONS) {
+        let reward = reward.map_or_else(|| "no reward".to_owned(), |reward| format!("reward {reward}"));
+        shown += &format!("\n**{reward}**\n\n{}\n", indented(&cut(text)));
     }
-    summary.text("samples", &text);
+    let more = completions.len().saturating_sub(MAX_COMPLETIONS);
+    if more > 0 {
+        shown += &format!("\n{more} more completions are not shown\n");
+    }
+    shown
+}
+
+/// The start of a text that is longer than [`MAX_TEXT_BYTES`], and its length.
+fn cut(text: &str) -> Cow<'_, str> {
+    if text.len() <= MAX_TEXT_BYTES {
+        return Cow::Borrowed(text);
+    }
+    let kept = &text[..text.floor_char_boundary(MAX_TEXT_BYTES)];
+    Cow::Owned(format!("{kept}\n[cut: the text has {} bytes]", text.len()))
 }
 
 /// A text as a block of code in Markdown, which shows it as it is.
 fn indented(text: &str) -> String {
     text.lines().map(|line| format!("    {line}\n")).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_text_of_a_group_is_bounded_and_says_what_is_left_out() {
+        let short = markdown("1 + 1", &[(Some(1.0), "2"), (None, "a\nb")]);
+        let whole =
+            "**prompt**\n\n    1 + 1\n\n\n**reward 1**\n\n    2\n\n\n**no reward**\n\n    a\n    b\n\n";
+        assert_eq!(short, whole);
+        // A character of two bytes lies across the limit.
+        let long = format!("x{}", "\u{e4}".repeat(MAX_TEXT_BYTES));
+        let text = markdown(&long, &[(Some(0.5), &*long); 8]);
+        assert!(text.len() < (1 + MAX_COMPLETIONS) * (MAX_TEXT_BYTES + 100), "{} bytes", text.len());
+        assert_eq!(text.matches("**reward 0.5**").count(), MAX_COMPLETIONS);
+        assert_eq!(text.matches("    [cut: the text has 8193 bytes]\n").count(), 1 + MAX_COMPLETIONS);
+        assert!(text.ends_with("4 more completions are not shown\n"), "{text}");
+    }
 }

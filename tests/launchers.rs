@@ -3,6 +3,7 @@
 use std::fs;
 use std::io::Write;
 use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
 use std::process::{Command, Stdio};
 
 use serde_json::Value;
@@ -176,7 +177,7 @@ fn the_script_for_slurm_is_one_that_bash_reads() {
 fn manifests_name_the_run_its_volume_and_its_secret() {
     let home = Home::new();
     let kubernetes =
-        ["kubernetes", "small.toml", "--image", "me/rlrun:1", "--volume-claim", "runs", "--name", "My run"];
+        ["kubernetes", "small.toml", "--image", "me/rlrun:1", "--volume-claim", "runs", "--name", "my-run"];
     let manifest = launch(&home, &kubernetes).ok().stdout;
     for part in [
         "kind: \"JobSet\"",
@@ -210,6 +211,19 @@ fn manifests_name_the_run_its_volume_and_its_secret() {
     assert!(processes["rollout"].as_array().unwrap().contains(&Value::from("URL")));
     // Nothing is written, and nothing secret is shown.
     assert!(!home.path("outputs").exists());
+}
+
+#[test]
+fn the_driver_of_ray_does_not_restart_what_cannot_start() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let python = std::env::var_os("PYTHON").unwrap_or_else(|| "python3".into());
+    let mut check = Command::new(python);
+    check.arg(root.join("tests/launchers/driver_without_ray.py"));
+    let Ok(done) = check.arg(root.join("rlrun/launchers/rlrun_ray.py")).output() else {
+        eprintln!("SKIPPED: there is no python3");
+        return;
+    };
+    assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
 }
 
 #[test]

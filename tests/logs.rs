@@ -153,6 +153,20 @@ fn logs_can_be_turned_off_and_a_resume_goes_on_with_them() {
     assert!(run.path.join("samples/step_000004_tokens.jsonl").exists());
 }
 
+/// Texts of prompts may be private or large: no log has them when no samples are wanted.
+#[test]
+fn event_files_of_tensorboard_have_texts_only_if_samples_are_wanted() {
+    let home = Home::new();
+    for (samples, wanted) in [("log.samples=0", false), ("log.samples=1", true)] {
+        let run = home.small(samples, &["trainer.steps=1", samples]);
+        let mut files = run.path.join("tensorboard").read_dir().unwrap();
+        let events = std::fs::read(files.next().unwrap().unwrap().path()).unwrap();
+        let has = |text: &str| events.windows(text.len()).any(|part| part == text.as_bytes());
+        assert!(has("reward/mean"), "{samples}");
+        assert_eq!(has("**prompt**"), wanted, "{samples}");
+    }
+}
+
 /// Rollout workers report what they did with their heartbeats, which come once a second.
 #[test]
 fn workers_in_other_processes_have_lanes() {

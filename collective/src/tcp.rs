@@ -8,6 +8,7 @@
 //! is never sent.
 
 mod handshake;
+mod handshakes;
 mod meeting;
 mod sockets;
 
@@ -20,6 +21,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::sockopt;
 
 use self::handshake::{Hello, PATIENCE, Secret};
+use self::handshakes::Handshakes;
 pub use self::meeting::Meeting;
 pub use self::sockets::Sockets;
 use crate::CollectiveError;
@@ -82,14 +84,14 @@ impl Listener {
 
     fn accept_all(self, world: usize, deadline: Duration) -> Result<Sockets, CollectiveError> {
         let until = Instant::now() + deadline;
+        let mut handshakes = Handshakes::new(&self.listener, &self.secret);
         let mut joined: Vec<(Hello, TcpStream)> = Vec::new();
         while joined.len() + 1 < world {
-            let Some(mut stream) = accept(&self.listener, until)? else {
+            let Some((hello, mut stream)) = handshakes.next(until)? else {
                 let taken = |rank| joined.iter().any(|(hello, _)| hello.rank == Some(rank));
                 let waits_for = (1..world).find(|rank| !taken(*rank)).unwrap_or_default();
                 return Err(late(0, waits_for, deadline));
             };
-            let Ok(hello) = Hello::receive(&mut stream, &self.secret) else { continue };
             let Some(rank) = hello.rank else {
                 joined.push((hello, stream));
                 continue;
@@ -104,7 +106,7 @@ impl Listener {
             }
             joined.push((hello, stream));
         }
-        form(joined, deadline, self.secret)
+        form(joined, deadline, self.secret.clone())
     }
 }
 
@@ -162,8 +164,13 @@ fn join_with(
         |error: io::Error| joining(addr, format!("cannot listen at {} for other ranks: {error}", own.ip()));
     let listener = TcpListener::bind((own.ip(), 0)).map_err(nowhere)?;
     let port = listener.local_addr().map_err(nowhere)?.port();
-    let refused =
-        |error: io::Error| joining(addr, format!("was refused: {error}; is the token file the same?"));
+    let refused = |error: io::Error| {
+        let reason = match error.kind() {
+            io::ErrorKind::PermissionDenied => format!("was refused: {error}; is the token file the same?"),
+            _ => format!("got no answer: {error}; look into the log of rank 0, and whether it listens there"),
+        };
+        joining(addr, reason)
+    };
     Hello { rank, port }.send(&mut first, secret).map_err(refused)?;
 
     let left = until.saturating_duration_since(Instant::now()).max(AGAIN);
@@ -183,11 +190,11 @@ fn join_with(
         hello.send(&mut stream, secret).map_err(|source| broken(rank, peer, source))?;
         streams[peer] = Some(stream);
     }
+    let mut handshakes = Handshakes::new(&listener, secret);
     while let Some(waits_for) = (rank + 1..addresses.len()).find(|peer| streams[*peer].is_none()) {
-        let Some(mut stream) = accept(&listener, until)? else {
+        let Some((hello, stream)) = handshakes.next(until)? else {
             return Err(late(rank, waits_for, deadline));
         };
-        let Ok(hello) = Hello::receive(&mut stream, secret) else { continue };
         if let Some(address) = hello.rank.filter(|peer| *peer > rank).and_then(|peer| streams.get_mut(peer)) {
             *address = Some(stream);
         }

@@ -4,7 +4,7 @@
 
 use std::env;
 use std::io::{BufRead, BufReader, Read, Write};
-use std::net::{Ipv4Addr, SocketAddr, TcpStream};
+use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::process::{Child, ChildStdout, Command, Stdio};
 use std::thread;
 use std::time::Duration;
@@ -219,7 +219,8 @@ fn unknown_connections_are_refused_and_delay_no_rank() {
     let addr = listener.local_addr().expect("it listens");
     thread::scope(|scope| {
         let leader = scope.spawn(|| listener.accept(2, LONG).expect("one joins"));
-        // One that says nothing and goes, one that talks another protocol, one with another secret.
+        // Two that say nothing and stay, one that goes, one that talks another protocol, one with another secret.
+        let silent = [(); 2].map(|()| TcpStream::connect(addr).expect("it listens"));
         drop(TcpStream::connect(addr).expect("it listens"));
         let mut web = TcpStream::connect(addr).expect("it listens");
         web.write_all(&[b'x'; 100]).expect("it takes bytes");
@@ -233,6 +234,18 @@ fn unknown_connections_are_refused_and_delay_no_rank() {
         let joined = join(addr, SECRET, Some(1), LONG).expect("joins");
         let leader = leader.join().expect("no panic");
         assert_eq!((leader.rank(), joined.rank()), (0, 1));
+        drop(silent);
+    });
+}
+
+#[test]
+fn a_place_without_an_answer_is_no_matter_of_the_token() {
+    let other = TcpListener::bind(anywhere()).expect("a port is free");
+    let addr = other.local_addr().expect("it listens");
+    thread::scope(|scope| {
+        scope.spawn(|| drop(other.accept().expect("a rank connects")));
+        let error = join(addr, SECRET, None, LONG).expect_err("no rank listens there").to_string();
+        assert!(error.contains("got no answer") && !error.contains("token"), "{error}");
     });
 }
 

@@ -28,8 +28,18 @@ export function set(changes, { replace = true } = {}) {
 
 export const onChange = (listener) => listeners.add(listener);
 
+// A value of a query with its escapes decoded. `URLSearchParams` would read the `+` of a token as a space.
+function decoded(value) {
+  try {
+    return decodeURIComponent(value);
+  } catch {
+    return value;
+  }
+}
+
 // The token comes in the URL once, and is kept for this tab.
-const given = new URLSearchParams(location.search).get("token");
+const pair = location.search.slice(1).split("&").find((part) => part.startsWith("token="));
+const given = pair && decoded(pair.slice("token=".length));
 if (given) {
   sessionStorage.setItem("token", given);
   history.replaceState(null, "", `${location.pathname}${location.hash}`);

@@ -35,13 +35,17 @@ impl PageAccess {
         Self { token }
     }
 
-    /// Whether a request may read runs: `Authorization: Bearer TOKEN` or `?token=TOKEN`.
+    /// Whether a request may read runs: `Authorization: Bearer TOKEN`, or `?token=TOKEN` as it is or percent-encoded.
     fn allows(&self, request: &Request) -> bool {
-        let Some(token) = &self.token else { return true };
+        let Some(token) = self.token.as_deref().map(str::as_bytes) else { return true };
         let bearer = text(request.headers(), &header::AUTHORIZATION).and_then(|v| v.strip_prefix("Bearer "));
         let pairs = request.uri().query().unwrap_or_default().split('&');
         let query = pairs.filter_map(|pair| pair.strip_prefix("token=")).next();
-        bearer.or(query).is_some_and(|given| equal(token, given.trim()))
+        match (bearer, query) {
+            (Some(given), _) => equal(token, given.trim().as_bytes()),
+            (None, Some(given)) => equal(token, given.as_bytes()) || equal(token, &percent_decoded(given)),
+            (None, None) => false,
+        }
     }
 }
 
@@ -89,9 +93,27 @@ fn text<'a>(headers: &'a HeaderMap, name: &HeaderName) -> Option<&'a str> {
     headers.get(name).and_then(|value| value.to_str().ok())
 }
 
+/// The bytes of a value of a query; a `%` that begins no escape stands for itself.
+fn percent_decoded(text: &str) -> Vec<u8> {
+    let digit = |byte: u8| char::from(byte).to_digit(16).and_then(|digit| u8::try_from(digit).ok());
+    let (mut bytes, mut rest) = (Vec::with_capacity(text.len()), text.as_bytes());
+    while let [first, tail @ ..] = rest {
+        let escaped = match (first, tail) {
+            (b'%', [high, low, after @ ..]) => {
+                digit(*high).zip(digit(*low)).map(|(high, low)| (high * 16 + low, after))
+            }
+            _ => None,
+        };
+        let (byte, after) = escaped.unwrap_or((*first, tail));
+        bytes.push(byte);
+        rest = after;
+    }
+    bytes
+}
+
 /// Compares in a time that depends on the lengths alone.
-fn equal(token: &str, given: &str) -> bool {
-    let differs = token.bytes().zip(given.bytes()).fold(0, |differs, (a, b)| differs | (a ^ b));
+fn equal(token: &[u8], given: &[u8]) -> bool {
+    let differs = token.iter().zip(given).fold(0_u8, |differs, (a, b)| differs | (a ^ b));
     differs == 0 && token.len() == given.len()
 }
 
@@ -118,16 +140,17 @@ mod tests {
         assert!(!is_local_host(&HeaderMap::new()));
     }
 
+    fn request(uri: &str, bearer: Option<&str>) -> Request {
+        let mut builder = Request::builder().uri(uri);
+        if let Some(bearer) = bearer {
+            builder = builder.header("authorization", format!("Bearer {bearer}"));
+        }
+        builder.body(axum::body::Body::empty()).unwrap()
+    }
+
     #[test]
     fn a_token_comes_in_a_header_or_in_the_query() {
         let access = PageAccess::new(Some("secret".to_owned()));
-        let request = |uri: &str, bearer: Option<&str>| {
-            let mut builder = Request::builder().uri(uri);
-            if let Some(bearer) = bearer {
-                builder = builder.header("authorization", format!("Bearer {bearer}"));
-            }
-            builder.body(axum::body::Body::empty()).unwrap()
-        };
         assert!(access.allows(&request("/api/runs", Some("secret"))));
         assert!(access.allows(&request("/api/runs?a=b&token=secret", None)));
         for (uri, bearer) in
@@ -136,5 +159,19 @@ mod tests {
             assert!(!access.allows(&request(uri, bearer)), "{uri}");
         }
         assert!(!format!("{access:?}").contains("secret"));
+    }
+
+    #[test]
+    fn a_token_in_the_query_may_be_percent_encoded() {
+        let access = PageAccess::new(Some("a+b/c=%2d".to_owned()));
+        for value in ["a+b/c=%2d", "a%2Bb%2fc%3D%252d", "a+b/c=%252d"] {
+            assert!(access.allows(&request(&format!("/api/events?token={value}"), None)), "{value}");
+        }
+        for value in ["a%20b/c=%252d", "a+b/c=-", "%", "%2", "a+b/c=%2d%"] {
+            assert!(!access.allows(&request(&format!("/api/events?token={value}"), None)), "{value}");
+        }
+        // A header is not encoded.
+        assert!(access.allows(&request("/api/runs", Some("a+b/c=%2d"))));
+        assert!(!access.allows(&request("/api/runs", Some("a%2Bb%2fc%3D%252d"))));
     }
 }

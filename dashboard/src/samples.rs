@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use crate::events::cut;
 use crate::lines::{for_each_line, open_inside};
 
-/// Most steps that are listed.
+/// Most steps that are listed; of more the newest are.
 const MAX_STEPS: usize = 100_000;
 /// Most groups of a page.
 const MAX_GROUPS: usize = 16;
@@ -42,13 +42,21 @@ pub(crate) fn steps(root: &Path) -> io::Result<Vec<u64>> {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
         Err(error) => return Err(error),
     };
-    let step = |entry: io::Result<std::fs::DirEntry>| {
-        let name = entry.ok()?.file_name().into_string().ok()?;
-        name.strip_prefix("step_")?.strip_suffix(".jsonl")?.parse().ok()
-    };
-    let mut steps: Vec<u64> = entries.take(MAX_STEPS).filter_map(step).collect();
-    steps.sort_unstable();
-    Ok(steps)
+    let names = entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
+    Ok(newest(names, MAX_STEPS))
+}
+
+/// The newest `most` steps whose files have one of `names`, in ascending order.
+fn newest(names: impl Iterator<Item = String>, most: usize) -> Vec<u64> {
+    let step = |name: String| name.strip_prefix("step_")?.strip_suffix(".jsonl")?.parse::<u64>().ok();
+    let mut steps = BTreeSet::new();
+    for step in names.filter_map(step) {
+        steps.insert(step);
+        if steps.len() > most {
+            steps.pop_first();
+        }
+    }
+    steps.into_iter().collect()
 }
 
 /// Which groups of a step.
@@ -241,6 +249,15 @@ mod tests {
         std::fs::write(directory.path().join("samples/step_x.jsonl"), "").unwrap();
         assert_eq!(steps(directory.path()).unwrap(), [2, 10]);
         assert!(steps(&directory.path().join("none")).unwrap().is_empty());
+    }
+
+    #[test]
+    fn the_newest_steps_are_listed_whatever_else_is_in_the_directory() {
+        let files = |step: u64| [format!("step_{step:06}_tokens.jsonl"), format!("step_{step:06}.jsonl")];
+        // A directory is in no order, and may have a step twice.
+        let names = [3, 1, 4, 2].into_iter().flat_map(files).chain(["step_4.jsonl".to_owned()]);
+        assert_eq!(newest(names.clone(), 9), [1, 2, 3, 4]);
+        assert_eq!(newest(names, 3), [2, 3, 4]);
     }
 
     #[test]

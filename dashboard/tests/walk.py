@@ -449,13 +449,13 @@ def serve(program, *arguments):
 def token(program, browser, run, scratch):
     """With a token file the page shows nothing without the token, and all with it; the token leaves the address."""
     file = scratch / "token"
-    file.write_text("secret\n")
+    file.write_text("a+b/c=secret\n")
     server, url = serve(program, run, "--token-file", file)
     try:
         page = browser.new_context().new_page()
         page.goto(url)
         expect(page.locator("#problem")).to_contain_text("the token is missing or wrong")
-        page.goto(f"{url}/?token=secret")
+        page.goto(f"{url}/?token=a+b/c=secret")
         expect(page.locator("figure.panel canvas").first).to_be_visible()
         expect(page.locator("#connection")).to_have_text("live")
         assert "secret" not in page.url

@@ -15,26 +15,37 @@ const RUNS: &str = "/rlrun/runs";
 const CREDENTIALS: &str = "/rlrun/credentials";
 /// Seconds that a run has to save after SIGTERM.
 const GRACE_S: u64 = 300;
+/// Longest name of a JobSet, so that its pods, which have longer names, stay within the 63 characters of a DNS label.
+const NAME_LENGTH: usize = 40;
+/// Digits of the hash in the resource name of a run whose own name is not one.
+const HASH_DIGITS: usize = 8;
 /// Failures of a pod that are tried again: of the run, and of workers that may be preempted often.
 const RETRIES: (u32, u32) = (50, 1000);
 
 /// Name of the secret with the credentials of the run.
 pub(crate) fn secret(plan: &LaunchPlan) -> String {
-    format!("{}-credentials", resource_name(plan))
+    format!("{}-credentials", resource_name(&plan.name))
 }
 
-/// A name that Kubernetes takes for resources: letters, digits and `-`, at most 40 of them, so that pods can have longer ones.
-fn resource_name(plan: &LaunchPlan) -> String {
+/// The name of the resources of the run `name`: lower-case letters, digits and `-`, the first a letter. A name that is not one
+/// already is shortened and gets a hash of the original, because `kubectl apply` replaces resources of the same name.
+fn resource_name(name: &str) -> String {
     let plain = |c: char| if c.is_ascii_alphanumeric() { c.to_ascii_lowercase() } else { '-' };
-    let name: String = plan.name.chars().map(plain).take(40).collect();
-    let name = name.trim_matches('-');
-    // A DNS label of a service begins with a letter.
-    if name.starts_with(|c: char| c.is_ascii_lowercase()) { name.to_owned() } else { format!("run-{name}") }
+    let found: String = name.chars().map(plain).collect();
+    let found = found.trim_matches('-');
+    let begins_with_letter = found.starts_with(|c: char| c.is_ascii_lowercase());
+    if begins_with_letter && found == name && found.len() <= NAME_LENGTH {
+        return found.to_owned();
+    }
+    let stem = if begins_with_letter { found.to_owned() } else { format!("run-{found}") };
+    let stem: String = stem.chars().take(NAME_LENGTH - HASH_DIGITS - 1).collect();
+    let hash = blake3::hash(name.as_bytes()).to_hex();
+    format!("{}-{}", stem.trim_end_matches('-'), &hash[..HASH_DIGITS])
 }
 
 /// The manifest for `kubectl apply`.
 pub(crate) fn manifest(plan: &LaunchPlan, args: &KubernetesArgs) -> String {
-    let name = resource_name(plan);
+    let name = resource_name(&plan.name);
     let mut metadata = json!({ "name": name });
     if let Some(namespace) = &args.namespace {
         metadata["namespace"] = json!(namespace);
@@ -147,5 +158,40 @@ impl JobTemplates<'_> {
             "parallelism": pods, "completions": pods, "completionMode": "Indexed", "backoffLimit": retries,
             "podFailurePolicy": { "rules": rules }, "template": pod,
         } } })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn different_runs_have_different_resource_names() {
+        let long = "a-long-name-of-a-run-with-many-settings-seed";
+        let names = [
+            "grpo-math".to_owned(),
+            "grpo_math".to_owned(),
+            "GRPO-math".to_owned(),
+            "-grpo-math-".to_owned(),
+            format!("{long}1"),
+            format!("{long}2"),
+            "\u{6570}\u{5b66}".to_owned(),
+            "\u{6570}".to_owned(),
+            "7b".to_owned(),
+            "run-7b".to_owned(),
+        ];
+        let resources: std::collections::BTreeSet<String> =
+            names.iter().map(|name| resource_name(name)).collect();
+        assert_eq!(resources.len(), names.len(), "{resources:?}");
+        for name in &resources {
+            let plain = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
+            assert!(name.len() <= NAME_LENGTH && name.chars().all(plain), "{name}");
+            assert!(name.starts_with(|c: char| c.is_ascii_lowercase()) && !name.ends_with('-'), "{name}");
+        }
+        // Kubernetes takes these as they are.
+        for name in ["grpo-math", "run-7b"] {
+            assert!(resources.contains(name), "{resources:?}");
+        }
+        assert!(resource_name("\u{6570}").starts_with("run-"));
     }
 }

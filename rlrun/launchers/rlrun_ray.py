@@ -6,7 +6,7 @@ directory and the driver gives to the workers. So only the first process needs t
 its node if the run is to survive it.
 
 The exit status is that of the run. Status 75 means: start it again. Samplers may fail at any time; one that does is started
-again after a pause.
+again after a pause. The job fails if a program cannot be started, or if a process fails too often.
 """
 
 import ctypes
@@ -27,6 +27,10 @@ REQUEUE = 75
 LOOK, FIRST_PAUSE, LONGEST_PAUSE = 1.0, 1.0, 60.0
 # Seconds that a process has after SIGTERM, and that the cluster has to give the resources.
 GRACE, RESOURCES = 300.0, 600.0
+# Failures of a process that are tried again: of the run and of samplers, which may be preempted often.
+RETRIES = {"run": 50, "trainer": 50, "rollout": 1000}
+# Seconds after which a process counts as one that works: its earlier failures are forgotten.
+STEADY = 600.0
 PR_SET_PDEATHSIG = 1
 FILES = ("tokens", "ca.pem")
 
@@ -92,14 +96,24 @@ class Role:
     def __init__(self, name, command, strategy, resources):
         self.name, self.command, self.strategy, self.resources = name, command, strategy, resources
         self.actor, self.pause, self.next, self.done = None, FIRST_PAUSE, 0.0, False
+        self.ends, self.retries, self.started = 0, RETRIES[name.split()[0]], None
 
     def start(self, address=None):
+        if self.ends > self.retries:
+            sys.exit(f"{self.name} has ended {self.ends} times and is not started again; the lines above and its log say why")
         self.actor = Process.options(scheduling_strategy=self.strategy, **self.resources).remote()
         try:
             node, pid = ray.get(self.actor.start.remote(list(self.command), address), timeout=RESOURCES)
+        except ray.exceptions.RayTaskError as error:
+            if not isinstance(error.cause, (FileNotFoundError, PermissionError)):
+                return self.ended(f"{error.cause} before its start")
+            # The actor runs, so its node is there: another attempt would fail too.
+            program = self.command[0]
+            sys.exit(f"{self.name} cannot be started: {error.cause}; {program} must be a program on every node, see --program")
         except ray.exceptions.RayError as error:
             # Its node is gone; Ray gives its place to another one.
             return self.ended(f"{type(error).__name__} before its start")
+        self.started = time.monotonic()
         print(f"{self.name} started on {node}, process {pid}", flush=True)
 
     def status(self):
@@ -121,6 +135,9 @@ class Role:
         """Notes an end; the process is started again after a pause."""
         print(f"{self.name} ended with status {status}", flush=True)
         ray.kill(self.actor)
+        if self.started is not None and time.monotonic() - self.started > STEADY:
+            self.ends, self.pause = 0, FIRST_PAUSE
+        self.ends, self.started = self.ends + 1, None
         self.actor, self.next = None, time.monotonic() + self.pause
         self.pause = min(2 * self.pause, LONGEST_PAUSE)
 

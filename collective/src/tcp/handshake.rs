@@ -1,7 +1,7 @@
 //! The handshake of a connection: both ends prove that they know the secret without sending it, and one sends its rank.
 //!
-//! Invariant: a peer that does not know the secret is refused, and delays the ranks for at most [`PATIENCE`]. The frames that
-//! follow are neither encrypted nor authenticated: the network between ranks has to be trusted.
+//! Invariant: a peer that does not know the secret is refused, after [`PATIENCE`] at the latest. The frames that follow are neither
+//! encrypted nor authenticated: the network between ranks has to be trusted.
 
 use std::io::{self, Read, Write};
 use std::net::TcpStream;

@@ -16,8 +16,8 @@ use crate::mesh::Mesh;
 
 /// Between two looks at whether the meeting is over.
 const POLL: Duration = Duration::from_millis(100);
-/// Handshakes at a time; more connections are closed, and their processes try again.
-const MAX_HANDSHAKES: usize = 32;
+/// Handshakes at a time. A meeting closes more connections, and their processes try again.
+pub(super) const MAX_HANDSHAKES: usize = 32;
 
 /// Where processes join rank 0 at any time.
 #[derive(Debug)]
