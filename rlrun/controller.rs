@@ -20,6 +20,7 @@ use std::ffi::OsString;
 use std::net::{SocketAddr, TcpListener};
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
@@ -32,7 +33,7 @@ use crate::pipeline::Ending;
 use crate::recipe::Recipe;
 use crate::recipe::words::Ranks;
 use crate::run_dir::{JsonLines, RunDir};
-use crate::signals::Signals;
+use crate::signals::{INTERRUPTED, Signals};
 use crate::workers::registry::WorkerRole;
 use crate::workers::reward::is_served;
 use child::{Child, ExitReason};
@@ -58,7 +59,7 @@ pub(crate) fn run(recipe: &Recipe, run_dir: RunDir, loudness: Loudness) -> Resul
         std::path::absolute(run_dir.resolved_recipe()).map_err(system("find the recipe of the run"))?;
     // The lead holds it.
     drop(run_dir);
-    let signals = Signals::listen_quietly()?;
+    let signals = Signals::listen_with_children()?;
     let listen = recipe.buffer.listen.unwrap_or(SocketAddr::from(([127, 0, 0, 1], 0)));
     let listener = TcpListener::bind(listen).map_err(system(&format!("listen on {listen}")))?;
     let address = listener.local_addr().map_err(system("read the address of the run's socket"))?;
@@ -234,12 +235,15 @@ impl Controller<'_> {
         if let Some(lead) = &mut self.lead {
             // The lead saves, and may need the other ranks for that.
             lead.signal(Signal::TERM);
-            lead.end_by(Instant::now() + self.start.recipe.wait());
+            lead.end_by(Instant::now() + self.start.recipe.wait(), signals.at_once());
         }
         // Other processes have nothing to save: unfinished work is repeated.
         let deadline = Instant::now() + LEAVING;
         self.workers.iter().for_each(|worker| worker.signal(Signal::TERM));
-        self.workers.iter_mut().for_each(|worker| worker.end_by(deadline));
+        self.workers.iter_mut().for_each(|worker| worker.end_by(deadline, signals.at_once()));
+        if signals.at_once().load(Ordering::Relaxed) {
+            std::process::exit(INTERRUPTED);
+        }
         ended
     }
 
@@ -247,6 +251,9 @@ impl Controller<'_> {
         let mut stopping = false;
         loop {
             std::thread::sleep(EVERY);
+            if signals.at_once().load(Ordering::Relaxed) {
+                return Ok(Ending::Stopped);
+            }
             if signals.stop_requested() && !stopping {
                 stopping = true;
                 let signal = if signals.terminated() { Signal::TERM } else { Signal::INT };

@@ -1,6 +1,6 @@
-//! Ctrl-C and SIGTERM. The first signal asks the run to stop and save. A second Ctrl-C ends the process at once. A second
-//! SIGTERM has no further effect, because a launcher signals every process of a run and a controller signals its children
-//! too.
+//! Ctrl-C and SIGTERM. The first signal asks the run to stop and save. A second Ctrl-C ends the process at once, after its
+//! children. A second SIGTERM has no further effect, because a launcher signals every process of a run and a controller
+//! signals its children too.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -17,6 +17,7 @@ pub(crate) const INTERRUPTED: i32 = 130;
 pub struct Signals {
     stop: Arc<AtomicBool>,
     terminated: Arc<AtomicBool>,
+    at_once: Arc<AtomicBool>,
 }
 
 impl Signals {
@@ -25,21 +26,29 @@ impl Signals {
     /// # Errors
     /// The system refuses the signal handlers.
     pub fn listen() -> Result<Self, Failure> {
-        Self::start(|| eprintln!("stopping after this step; once more to stop at once"))
+        Self::start(Some("stopping after this step; once more to stop at once"), false)
     }
 
-    /// The same without a message: the children of the process report the stop.
+    /// The same without a message.
     ///
     /// # Errors
     /// The system refuses the signal handlers.
     pub(crate) fn listen_quietly() -> Result<Self, Failure> {
-        Self::start(|| {})
+        Self::start(None, false)
     }
 
-    fn start(say: impl Fn() + Send + 'static) -> Result<Self, Failure> {
-        let stop = Arc::new(AtomicBool::new(false));
-        let terminated = Arc::new(AtomicBool::new(false));
-        let (theirs, by_launcher) = (Arc::clone(&stop), Arc::clone(&terminated));
+    /// The same for a process whose children report the stop. A second Ctrl-C does not end it: it ends them first
+    /// ([`Self::at_once`]).
+    ///
+    /// # Errors
+    /// The system refuses the signal handlers.
+    pub(crate) fn listen_with_children() -> Result<Self, Failure> {
+        Self::start(None, true)
+    }
+
+    fn start(message: Option<&'static str>, has_children: bool) -> Result<Self, Failure> {
+        let [stop, terminated, at_once] = [(); 3].map(|()| Arc::new(AtomicBool::new(false)));
+        let (theirs, by_launcher, again) = (Arc::clone(&stop), Arc::clone(&terminated), Arc::clone(&at_once));
         let failure = |what: &str, source| Failure::System { what: what.to_owned(), source };
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_io()
@@ -63,14 +72,15 @@ impl Signals {
                         by_launcher.store(true, Ordering::Relaxed);
                     }
                     if theirs.swap(true, Ordering::Relaxed) {
-                        if interrupted && std::mem::replace(&mut asked, true) {
+                        let second = interrupted && std::mem::replace(&mut asked, true);
+                        if second && (!has_children || again.swap(true, Ordering::Relaxed)) {
                             std::process::exit(INTERRUPTED);
                         }
                         asked |= interrupted;
                         continue;
                     }
                     asked = interrupted;
-                    say();
+                    message.iter().for_each(|message| eprintln!("{message}"));
                 }
             });
         };
@@ -78,7 +88,13 @@ impl Signals {
             .name("signals".to_owned())
             .spawn(listen)
             .map_err(|source| failure("start the thread that listens for signals", source))?;
-        Ok(Self { stop, terminated })
+        Ok(Self { stop, terminated, at_once })
+    }
+
+    /// Set by a second Ctrl-C of a process with children, which it is to end before itself.
+    #[must_use]
+    pub(crate) fn at_once(&self) -> &AtomicBool {
+        &self.at_once
     }
 
     /// Whether the stop signal was SIGTERM: it comes from a launcher that reclaims the machine, not from a user.

@@ -52,25 +52,28 @@ fn an_interrupted_warm_up_names_the_resume_command() {
 
 /// The first step never ends, so the run cannot end before the second interrupt.
 #[test]
-fn a_second_interrupt_ends_the_process_at_once() {
+fn a_second_interrupt_ends_the_process_at_once_and_its_children() {
     let home = Home::new();
-    let run = home.run("run");
-    let hangs = [("RLRUN_FAILPOINTS", "before-lease=delay(600000)")];
-    let args = ["small.toml", "--run-dir", "run", "--set", "warmup.steps=1", "--set", "trainer.steps=1"];
-    let mut child = home.start_with(&hangs, &args);
-    assert!(run.wait_for(Moment::Step(0), &mut child));
-    interrupt(&child);
-    let first = first_line_of_stderr(&mut child);
-    assert!(first.contains("once more to stop at once"), "{first}");
-    interrupt(&child);
-    assert_eq!(child.wait().unwrap().code(), Some(130));
-    assert_eq!(run.steps().len(), 0);
+    for processes in ["placement.processes=false", "placement.processes=true"] {
+        let run = home.run(processes);
+        let hangs = [("RLRUN_FAILPOINTS", "before-lease=delay(600000)")];
+        let sets = ["--set", "warmup.steps=1", "--set", "trainer.steps=1", "--set", processes];
+        let args = [&["small.toml", "--run-dir", processes][..], &sets].concat();
+        let mut child = home.start_with(&hangs, &args);
+        assert!(run.wait_for(Moment::Step(0), &mut child));
+        interrupt(&child);
+        wait_for_line(&mut child, "once more to stop at once");
+        interrupt(&child);
+        assert_eq!(child.wait().unwrap().code(), Some(130));
+        assert_eq!(run.steps().len(), 0);
+        // Nothing holds its directory.
+        home.rlrun(&["resume", processes]).ok();
+    }
 }
 
-fn first_line_of_stderr(child: &mut Child) -> String {
-    let mut line = String::new();
-    BufReader::new(child.stderr.as_mut().unwrap()).read_line(&mut line).unwrap();
-    line
+fn wait_for_line(child: &mut Child, text: &str) {
+    let mut lines = BufReader::new(child.stderr.as_mut().unwrap()).lines();
+    assert!(lines.any(|line| line.unwrap().contains(text)), "{text}");
 }
 
 /// Two ranks sum the same gradient in another order: equal up to rounding.

@@ -47,7 +47,7 @@ fn base_of(args: &ExportArgs, model: &Path, program: &Program) -> Result<String,
         let base = trainer::checkpoint::base_path(&args.run.join("checkpoints"));
         return Ok(std::path::absolute(&base).unwrap_or(base).to_string_lossy().into_owned());
     }
-    let (recipe, _) = load(&resolved, &[], program)?;
+    let (recipe, _) = load(&resolved, &[], &program.without_overrides())?;
     if let Some(why) = recipe.why_not_in_peft(&Config::load(model)?) {
         let what = format!(
             "the adapter of {} does not fit: {why}; without --adapter the merged model is written",

@@ -77,10 +77,13 @@ pub(super) fn resume_in_place(args: &ResumeArgs, program: &Program) -> Result<St
     let Some(leader) = launched(&recipe)? else { return Ok(String::new()) };
     let result = train(&recipe, TrainingStart { run_dir, from, leader }, &args.loudness, program);
     if result.as_ref().is_err_and(|failure| failure.exit_code() == 2) && !changes.is_empty() {
-        // The next resume does not see values that do not fit model or data.
+        // The next resume does not see values that do not fit model or data. Those that the run was trained with stay.
         let run_dir = RunDir::open(&args.run)?;
-        run_dir.replace_resolved(&before)?;
-        record(&run_dir, "changes_undone", &serde_json::json!({ "resume": resume }))?;
+        if !run_dir.has_begun_since_resume()? {
+            run_dir.replace_resolved(&before)?;
+            record(&run_dir, "changes_undone", &serde_json::json!({ "resume": resume }))?;
+            report(&args.loudness, program).note("the changes are undone: the run did not begin with them");
+        }
     }
     result
 }

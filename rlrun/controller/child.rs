@@ -12,6 +12,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
@@ -186,10 +187,10 @@ impl Child {
         self.signal(Signal::KILL);
     }
 
-    /// Waits until it has ended, and ends it at the deadline.
-    pub(super) fn end_by(&mut self, deadline: Instant) {
+    /// Waits until it has ended, and ends it at the deadline, or `at_once`.
+    pub(super) fn end_by(&mut self, deadline: Instant, at_once: &AtomicBool) {
         while self.process.runs() {
-            if Instant::now() >= deadline {
+            if Instant::now() >= deadline || at_once.load(Ordering::Relaxed) {
                 return self.process.end();
             }
             std::thread::sleep(LOOK_UP);

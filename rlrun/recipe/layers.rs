@@ -18,6 +18,13 @@ use super::elements::{self, Elements, merge_table};
 use super::source::{Layer, Source, Sources};
 use crate::program::OVERRIDE;
 
+/// Most bytes of a recipe file.
+const MAX_BYTES: u64 = 16 << 20;
+/// Most files of a recipe, those that it extends included; a file counts as often as it is extended.
+const MAX_FILES: usize = 256;
+/// Most parts of a key that is set.
+const MAX_PARTS: usize = 64;
+
 /// Where every value of a recipe was written.
 #[derive(Clone, Debug, Default)]
 pub struct Origins {
@@ -148,8 +155,8 @@ fn read_file(
     errors: &mut Vec<Diagnostic>,
 ) {
     let shown = path.display().to_string();
-    let (real, text) = match path.canonicalize().and_then(|real| Ok((std::fs::read_to_string(&real)?, real)))
-    {
+    let read = path.canonicalize().and_then(|real| Ok((model::files::read_text(&real, MAX_BYTES)?, real)));
+    let (real, text) = match read {
         Ok((text, real)) => (real, text),
         Err(error) => {
             errors.push(Diagnostic::new(format!("cannot read recipe `{shown}`: {error}"), from));
@@ -160,6 +167,16 @@ fn read_file(
         let chain: Vec<_> = open.iter().chain([&real]).map(|file| file.display().to_string()).collect();
         let message = format!("`extends` runs in a circle: {}", chain.join(" -> "));
         errors.push(Diagnostic::new(message, from).help("remove one `extends` of the circle"));
+        return;
+    }
+    if sources.iter().count() + open.len() >= MAX_FILES {
+        let message = format!(
+            "`extends` names more than {MAX_FILES} files, those that are named several times included"
+        );
+        // Once is enough: every open file may name more.
+        if errors.is_empty() {
+            errors.push(Diagnostic::new(message, from).help("extend fewer files, or each only once"));
+        }
         return;
     }
     let directory = path.parent().unwrap_or(Path::new(""));
@@ -258,6 +275,9 @@ fn parse_assignment<'a>(
             keys.push(Spanned::new(start..start + key.len(), Cow::Owned(step.to_ascii_lowercase())));
         }
         at += part.len() + separator.len();
+    }
+    if keys.len() > MAX_PARTS {
+        return Err(fail(format!("the key has more than {MAX_PARTS} parts"), key_start..equals));
     }
     if keys.first().is_some_and(|key| key.get_ref() == "extends") {
         return Err(fail("`extends` can only stand in a file".to_owned(), keys[0].span()));

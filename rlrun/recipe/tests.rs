@@ -153,8 +153,8 @@ fn wrong_types_and_ranges_point_at_the_value() {
         ("trainer.zero=4", "`trainer.zero` is 4, but the stages are 1, 2 and 3"),
         ("trainer.leaves=3", "`trainer.leaves` is 3, but must be a power of two"),
         ("rollout.tensor=3", "`rollout.tensor` is 3, but must be a power of two"),
-        ("rollout.tensor=2", "the ranks of a sampler add partial sums"),
-        ("trainer.parallel.context=2", "`trainer.world` is 1, which passes of 2 ranks"),
+        ("rollout.tensor=2", "tensor parallelism of a sampler needs a summation order"),
+        ("trainer.parallel.context=2", "`trainer.world` is 1, not a multiple of 2, the product"),
         ("trainer.parallel.sections=6", "`trainer.parallel.sections` is 6, but must be a power of two"),
         ("rollout.adapt_running=3", "`rollout.adapt_running`: expected true or false"),
         ("buffer.adapt_staleness=3", "`buffer.adapt_staleness`: expected true or false"),
@@ -276,6 +276,18 @@ fn rewards_take_their_own_keys_only() {
         let shown = Case::new(&format!("{MINIMAL}[[rewards]]\n{reward}\n")).errors(&[], &[]);
         assert!(shown.starts_with(&format!("error: {message}")), "{shown}");
     }
+    let episodes = "[environment]\nkind = \"guess_number\"\n[[rewards]]\nkind = \"length\"\ncache = 10\n";
+    let shown = Case::new(&format!("{MINIMAL}{episodes}")).errors(&[], &[]);
+    assert!(shown.contains("`rewards[1].max_length` is not given"), "{shown}");
+}
+
+#[test]
+fn turns_of_agents_are_not_interrupted() {
+    let interrupted =
+        "[rollout]\ninterrupt_text = \"enough\"\ninterrupt_after_min = 2\ninterrupt_after_max = 3\n";
+    let agents = "[environment]\nkind = \"sessions\"\n[endpoint]\nlisten = \"127.0.0.1:0\"\n";
+    let shown = Case::new(&format!("{MINIMAL}{interrupted}{agents}")).errors(&[], &[]);
+    assert!(shown.contains("agents' turns are not interrupted"), "{shown}");
 }
 
 #[test]
@@ -352,6 +364,16 @@ error: `extends` runs in a circle: DIR/run.toml -> DIR/base.toml -> DIR/run.toml
 }
 
 #[test]
+fn bases_that_are_named_again_and_again_are_an_error() {
+    let case = Case::new("extends = \"a0.toml\"\n");
+    for n in 0..40 {
+        case.write(&format!("a{n}.toml"), &format!("extends = [\"a{0}.toml\", \"a{0}.toml\"]\n", n + 1));
+    }
+    case.write("a40.toml", "seed = 1\n");
+    assert!(case.errors(&[], &[]).contains("`extends` names more than 256 files"));
+}
+
+#[test]
 fn missing_files_and_broken_toml_are_placed() {
     let shown = Case::new("extends = \"nothing.toml\"\n").errors(&[], &[]);
     assert!(shown.starts_with("error: cannot read recipe `DIR/nothing.toml`: "), "{shown}");
@@ -424,6 +446,8 @@ fn set_takes_toml_and_bare_words() {
         assert!(shown.starts_with(&format!("error: {message}")), "{set}: {shown}");
     }
     assert!(Case::new(MINIMAL).errors(&["steps=3"], &[]).contains("help: there is `trainer.steps`"));
+    let deep = format!("{}a=1", "a.".repeat(100_000));
+    assert!(Case::new(MINIMAL).errors(&[&deep], &[]).contains("the key has more than 64 parts"));
 }
 
 #[test]

@@ -75,16 +75,16 @@ fn the_identity_of_a_run_cannot_change() {
     let model = format!("model.path={}/model", case.directory.path().display());
     for (set, key, why) in [
         (&model[..], "model.path", "the policy is that of the run's checkpoint"),
-        ("seed=7", "seed", "which task is next"),
+        ("seed=7", "seed", "position in the task order"),
         ("name=other", "name", "the directory of the run"),
-        ("data.arithmetic.max_operand=150", "data.arithmetic.max_operand", "which task is next"),
+        ("data.arithmetic.max_operand=150", "data.arithmetic.max_operand", "position in the task order"),
         ("rewards[0].weight=2", "rewards[0].weight", "were scored with it"),
         ("rewards.exact.kind=math", "rewards[0].kind", "were scored with it"),
-        ("rollout.group_size=4", "rollout.group_size", "groups that wait"),
-        ("buffer.store=memory", "buffer.store", "groups that wait"),
+        ("rollout.group_size=4", "rollout.group_size", "groups in the buffer depend"),
+        ("buffer.store=memory", "buffer.store", "groups in the buffer depend"),
         ("algorithm.kind=cispo", "algorithm.kind", "what the run learns"),
-        ("trainer.optimizer=adamw8bit", "trainer.optimizer", "the state of another form"),
-        ("lora.rank=4", "lora.rank", "the state of another form"),
+        ("trainer.optimizer=adamw8bit", "trainer.optimizer", "the state in the checkpoint"),
+        ("lora.rank=4", "lora.rank", "the state in the checkpoint"),
     ] {
         let error = resume(&path, &[set], &[], 1).unwrap_err();
         let start = format!("error: `{key}` cannot change when a run is resumed: ");
