@@ -2,7 +2,7 @@
 """The off-policy study: staleness against algorithm, several seeds each.
 
     cargo build --release --workspace
-    benches/off_policy.py run DIR [--seeds 5]     about a quarter of an hour on two cores
+    benches/off_policy.py run DIR [--seeds 5]     eight minutes on two cores
     benches/off_policy.py table DIR
 
 Every seed warms one model up; all arms start from it, with recipes/off_policy.toml. What is compared is the mean reward

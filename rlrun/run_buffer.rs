@@ -35,7 +35,7 @@ pub(crate) fn journal(run_dir: &Path) -> PathBuf {
 /// What a program without the feature says.
 #[cfg(not(feature = "postgres"))]
 pub(crate) const WITHOUT_POSTGRES: &str =
-    "this program was built without PostgreSQL; build it with `cargo build --release --features postgres`";
+    "this program was built without PostgreSQL; build it with `cargo install --path . --features postgres`";
 
 /// The database that a recipe names.
 #[cfg(feature = "postgres")]

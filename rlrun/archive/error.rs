@@ -14,7 +14,7 @@ use super::ArchiveUrl;
 pub enum ArchiveError {
     /// This program has no object stores.
     #[error(
-        "{url}: this program was built without object stores; build it with `--features object-store` (`cargo install rlrun \
+        "{url}: this program was built without object stores; build it from source (`cargo install --path . \
          --features object-store`)"
     )]
     NotBuilt {

@@ -97,7 +97,7 @@ pub struct SkypilotArgs {
     /// What is started.
     #[command(flatten)]
     pub launch: LaunchArgs,
-    /// Accelerators of each machine, such as H100:8
+    /// Accelerators of each machine, such as H100:1
     #[arg(long, conflicts_with = "gpus")]
     pub accelerators: Option<String>,
     /// Where, such as aws/us-east-1, kubernetes or slurm/mycluster

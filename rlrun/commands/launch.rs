@@ -71,7 +71,7 @@ fn on_kubernetes(args: &KubernetesArgs, program: &Program) -> Result<String, Fai
 fn on_skypilot(args: &SkypilotArgs, program: &Program) -> Result<String, Failure> {
     if args.launch.gpus > 0 {
         return Err(Failure::Argument(
-            "SkyPilot chooses machines by their accelerator: name it with --accelerators, such as H100:8, instead of --gpus"
+            "SkyPilot chooses machines by their accelerator: name it with --accelerators, such as H100:1, instead of --gpus"
                 .to_owned(),
         ));
     }

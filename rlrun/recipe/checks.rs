@@ -183,7 +183,7 @@ fn check_database(buffer: &BufferSection, checker: &mut Checker<'_>) {
         return;
     }
     if !buffer.store.is_built() {
-        let help = "build it with `cargo build --release --features postgres`";
+        let help = "build it with `cargo install --path . --features postgres`";
         checker.report("buffer.store", "this program was built without PostgreSQL", help);
     }
     let Some(url) = &buffer.url else {

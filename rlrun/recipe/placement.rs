@@ -68,7 +68,8 @@ fn check_parallel(recipe: &Recipe, checker: &mut Checker<'_>) {
     let each = parallel.config().of_pass();
     if each > 1 && !world.is_multiple_of(each) {
         let message = format!(
-            "`trainer.world` is {world}, which passes of {each} ranks (`trainer.parallel`) do not divide"
+            "`trainer.world` is {world}, not a multiple of {each}, the product of `tensor`, `context` and `pipeline` in \
+             `[trainer.parallel]`"
         );
         let help = format!("set `trainer.world` to {}", world.next_multiple_of(each));
         checker.report_latest(&[tensor, context, pipeline, "trainer.world"], message, &help);
@@ -87,7 +88,8 @@ fn check_parallel(recipe: &Recipe, checker: &mut Checker<'_>) {
         return;
     }
     if recipe.reduction != Reduction::Tree && !on_device {
-        let message = "tensor ranks add partial sums, and the sums of this model have no order that is the same for all degrees";
+        let message =
+            "tensor parallelism on the processor needs a summation order that does not depend on the degree";
         checker.report_latest(&[tensor, "model.reduction"], message, "set `model.reduction` to \"tree\"");
     }
     for (other, given) in [
@@ -179,8 +181,8 @@ fn check_sampler_ranks(recipe: &Recipe, checker: &mut Checker<'_>) {
         let message = format!("`{path}` is {degree}, but must be a power of two");
         checker.report(path, message, &format!("the next is {}", degree.next_power_of_two()));
     } else if recipe.reduction != Reduction::Tree {
-        let message = "the ranks of a sampler add partial sums, and the sums of this model have no order that is the same for all \
-                       degrees";
+        let message =
+            "tensor parallelism of a sampler needs a summation order that does not depend on the degree";
         checker.report_latest(&[path, "model.reduction"], message, "set `model.reduction` to \"tree\"");
     }
     if recipe.devices().rollout.is_some() {
@@ -214,7 +216,7 @@ fn check_ranks(recipe: &Recipe, checker: &mut Checker<'_>) {
     }
     if ranks == Ranks::Mpi && !cfg!(feature = "mpi") {
         let help =
-            "build it with `cargo build --release --features mpi`, which needs an MPI library and libclang";
+            "build it with `cargo install --path . --features mpi`, which needs an MPI library and libclang";
         checker.report("trainer.ranks", "this rlrun was built without MPI", help);
     }
     if ranks == Ranks::Mpi && recipe.placement.processes {

@@ -18,12 +18,12 @@ pub(crate) enum Rule {
 const REASONS: [(&str, &str); 8] = [
     ("run", "it belongs to the directory of the run"),
     ("policy", "the policy is that of the run's checkpoint"),
-    ("tasks", "which task is next follows from how many groups there have been of these"),
+    ("tasks", "a resume continues at a position in the task order, which depends on it"),
     ("warmup", "the warm-up is what training started from"),
-    ("groups", "groups that wait in the buffer are of this form"),
+    ("groups", "groups in the buffer depend on it"),
     ("reward", "trajectories that wait in the buffer were scored with it"),
     ("experiment", "it is what the run learns"),
-    ("state", "the checkpoint has the state of another form"),
+    ("state", "the state in the checkpoint (optimizer, adapter, critic or island) would not fit"),
 ];
 
 /// The rule of a key, by its path without the indexes of lists; `None` if there is no such key.

@@ -24,8 +24,8 @@ pub struct Log {
     /// timeline. `rlrun why` reads it.
     // resume = changes, worker = ignored
     pub timeline: usize,
-    /// Whether `tensorboard/` has event files: all metrics, distributions of a batch, and its first group as text. TRL
-    /// `report_to = "tensorboard"`.
+    /// Whether `tensorboard/` has event files: all metrics, distributions of a batch, and the beginning of its first group as text if
+    /// `samples` is above 0. TRL `report_to = "tensorboard"`.
     // resume = changes, worker = ignored
     pub tensorboard: bool,
     /// Logs of Weights & Biases: `offline` writes them to `wandb/`, from where `wandb sync` uploads them; `online` also runs that
@@ -59,7 +59,7 @@ impl Default for Log {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct DashboardSection {
-    /// Address on which the page is served while the run goes on, such as `127.0.0.1:8703`; port 0 takes a free one. Default: none.
+    /// Address on which the page is served while the run goes on, such as `127.0.0.1:8704`; port 0 takes a free one. Default: none.
     /// An address that other machines can reach needs `token_file`.
     // resume = changes, worker = ignored
     pub listen: Option<SocketAddr>,
