@@ -167,7 +167,7 @@ fn degrees_that_do_not_fit_are_refused() {
     refused(&["trainer.world=2", "trainer.parallel.pipeline=2", "lora.rank=2"], &["pipeline", "lora"]);
     refused(&["trainer.world=64", "trainer.parallel.pipeline=64"], &["pipeline degree of 64", "layers"]);
     refused(&["trainer.world=2", "trainer.parallel.expert=2", "trainer.zero=3"], &["experts"]);
-    refused(&["rollout.tensor=2"], &["ranks of a sampler", "model.reduction", "tree"]);
+    refused(&["rollout.tensor=2"], &["parallelism of a sampler", "model.reduction", "tree"]);
     refused(&[tree, "rollout.tensor=8"], &["`rollout.tensor`", "4 query heads", "4 divides everything"]);
     refused(&["trainer.parallel.tensr=2"], &["trainer.parallel.tensor"]);
 }
