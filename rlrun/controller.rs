@@ -413,7 +413,6 @@ pub(crate) mod lead {
 
     use buffer::http::Tokens;
     use model::SharedCores;
-    use trainer::TrainerError;
 
     use super::{Arc, Ending, Failure, Recipe, RunDir, system};
     use crate::args::LeadArgs;
@@ -424,6 +423,7 @@ pub(crate) mod lead {
     use crate::run_buffer::RunListener;
     use crate::signals::end_with_parent;
     use crate::workers::membership::token;
+    use crate::workers::trainer::lost;
 
     /// Leads the run of its arguments, served on the socket that is its standard input.
     ///
@@ -450,7 +450,7 @@ pub(crate) mod lead {
         let ended = pipeline::run_in(&recipe, &run_dir, &report, options);
         ended.map_err(|failure| match failure {
             // All ranks are started again from the last checkpoint.
-            Failure::Trainer(TrainerError::Collective(error)) => Failure::Requeue(error.to_string()),
+            Failure::Trainer(error) => lost(error),
             failure => failure,
         })
     }

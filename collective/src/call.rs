@@ -32,6 +32,7 @@ impl CollectiveCall {
     pub(crate) const ALL_TO_ALL: &str = "all_to_all";
     pub(crate) const BROADCAST_BYTES: &str = "broadcast_bytes";
     pub(crate) const ALL_GATHER_BYTES: &str = "all_gather_bytes";
+    pub(crate) const GATHER_BYTES: &str = "gather_bytes";
     pub(crate) const BARRIER: &str = "barrier";
     pub(crate) const SPLIT: &str = "split";
 

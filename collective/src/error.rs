@@ -74,6 +74,14 @@ pub enum CollectiveError {
         /// Evidence and remedy.
         reason: String,
     },
+    /// There is no group with this rank yet, or rank 0 has given up the one that it was to be in. It can join again.
+    #[error("cannot join the ranks at {address}: {reason}")]
+    NotFormed {
+        /// Address of rank 0.
+        address: String,
+        /// Evidence and remedy.
+        reason: String,
+    },
     /// The arguments of a call do not fit each other.
     #[error("rank {rank} cannot do `{operation}`: {reason}")]
     Arguments {
@@ -98,14 +106,28 @@ pub enum CollectiveError {
 }
 
 impl CollectiveError {
-    /// The error of the device itself, where there is one; otherwise that its group cannot be used.
+    /// The error of the device itself, where there is one; otherwise whether another rank or this one is the cause.
     #[must_use]
     pub fn into_device_error(self) -> device::DeviceError {
         match self {
             Self::Device(error) => error,
+            other if other.is_of_peer() => device::DeviceError::Peer { reason: other.to_string() },
             other => {
                 device::DeviceError::Unavailable { device: "group".to_owned(), reason: other.to_string() }
             }
+        }
+    }
+
+    /// Whether another rank causes this error.
+    fn is_of_peer(&self) -> bool {
+        match self {
+            Self::Deadline { .. }
+            | Self::Gone { .. }
+            | Self::GivenUp { .. }
+            | Self::OutOfStep { .. }
+            | Self::Connection { .. } => true,
+            Self::Among { source, .. } => source.is_of_peer(),
+            Self::Join { .. } | Self::NotFormed { .. } | Self::Arguments { .. } | Self::Device(_) => false,
         }
     }
 }

@@ -184,6 +184,12 @@ pub trait HostCollective: Collective<InHostMemory> {
     /// As [`Collective::all_reduce`].
     fn all_gather_bytes(&self, bytes: Vec<u8>) -> Result<Vec<Vec<u8>>, CollectiveError>;
 
+    /// [`Self::all_gather_bytes`] to `root` alone; the others give `None`.
+    ///
+    /// # Errors
+    /// As [`Collective::all_reduce`].
+    fn gather_bytes(&self, root: usize, bytes: Vec<u8>) -> Result<Option<Vec<Vec<u8>>>, CollectiveError>;
+
     /// The ranks that give the same `color`, in order of rank, as a collective of their own. Its calls are independent of those
     /// of this one, also from another thread. All ranks make this call.
     ///

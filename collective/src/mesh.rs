@@ -123,6 +123,18 @@ impl<W: FrameTransport> Mesh<W> {
         state.exchange(call, sends, receives).map_err(|error| self.named(error))
     }
 
+    /// Makes `call`, and receives a message of any length from every other rank; that of this rank is empty.
+    fn messages(
+        &self,
+        call: &CollectiveCall,
+        sends: &[Option<&[u8]>],
+    ) -> Result<Vec<Vec<u8>>, CollectiveError> {
+        let receive = |peer| if peer == self.rank { Receive::Nothing } else { Receive::Any(Vec::new()) };
+        let mut receives: Vec<_> = (0..self.world).map(receive).collect();
+        self.exchange(call, sends, &mut receives)?;
+        Ok(receives.into_iter().map(Receive::into_bytes).collect())
+    }
+
     /// Sends `own` to every other rank.
     fn to_all<'a>(&self, own: &'a [u8]) -> Vec<Option<&'a [u8]>> {
         (0..self.world).map(|peer| (peer != self.rank).then_some(own)).collect()
@@ -312,16 +324,24 @@ impl<W: FrameTransport + 'static> HostCollective for Mesh<W> {
     }
 
     fn all_gather_bytes(&self, bytes: Vec<u8>) -> Result<Vec<Vec<u8>>, CollectiveError> {
-        let receive = |peer| if peer == self.rank { Receive::Nothing } else { Receive::Any(Vec::new()) };
-        let mut receives: Vec<_> = (0..self.world).map(receive).collect();
-        self.exchange(
-            &CollectiveCall::of(CollectiveCall::ALL_GATHER_BYTES),
-            &self.to_all(&bytes),
-            &mut receives,
-        )?;
-        let mut all: Vec<_> = receives.into_iter().map(Receive::into_bytes).collect();
+        let call = CollectiveCall::of(CollectiveCall::ALL_GATHER_BYTES);
+        let mut all = self.messages(&call, &self.to_all(&bytes))?;
         all[self.rank] = bytes;
         Ok(all)
+    }
+
+    fn gather_bytes(&self, root: usize, bytes: Vec<u8>) -> Result<Option<Vec<Vec<u8>>>, CollectiveError> {
+        let call = CollectiveCall::of(CollectiveCall::GATHER_BYTES).to(root).check_root(self.position())?;
+        let mut sends = vec![None; self.world];
+        if self.rank != root {
+            sends[root] = Some(&bytes[..]);
+            let mut receives: Vec<_> = (0..self.world).map(|_| Receive::Nothing).collect();
+            self.exchange(&call, &sends, &mut receives)?;
+            return Ok(None);
+        }
+        let mut all = self.messages(&call, &sends)?;
+        all[root] = bytes;
+        Ok(Some(all))
     }
 
     fn split(&self, color: usize) -> Result<Box<dyn HostCollective>, CollectiveError> {

@@ -40,7 +40,8 @@ fn turn() -> MutexGuard<'static, ()> {
 }
 
 /// Starts MPI, once in a process, with the rank that `mpirun` has assigned. Ranks wait for each other for `deadline` at
-/// most. The value is dropped on the thread that made it, because MPI is finalized on the thread that initialized it.
+/// most. The value is dropped on the thread that made it, because MPI is finalized on the thread that initialized it. A process
+/// that ends with an error of its own does not drop it: to finalize MPI is to wait for the other ranks.
 ///
 /// # Errors
 /// If MPI was started before, or cannot be called from several threads, one after the other.

@@ -18,7 +18,6 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::net::sockopt;
 
 use self::handshake::{Hello, PATIENCE, Secret};
 use self::handshakes::Handshakes;
@@ -34,8 +33,14 @@ pub type Tcp = Mesh<Sockets>;
 const JOIN: &str = "join";
 /// Time between attempts to reach a rank that does not listen yet.
 const AGAIN: Duration = Duration::from_millis(50);
-/// TCP keepalive, which notices a host that is lost: idle time before the first probe, time between probes, number of probes.
-const KEEPALIVE: (Duration, Duration, u32) = (Duration::from_secs(15), Duration::from_secs(5), 3);
+/// Between two looks at whether rank 0 still forms the group.
+const LOOK: Duration = Duration::from_millis(200);
+/// What the system reports of a connection that the other end has closed.
+#[cfg(target_os = "linux")]
+const CLOSED: PollFlags = PollFlags::HUP.union(PollFlags::ERR).union(PollFlags::RDHUP);
+/// What the system reports of a connection that the other end has closed.
+#[cfg(not(target_os = "linux"))]
+const CLOSED: PollFlags = PollFlags::HUP.union(PollFlags::ERR);
 /// Most ranks.
 const MAX_WORLD: usize = 1 << 16;
 
@@ -86,8 +91,15 @@ impl Listener {
         let until = Instant::now() + deadline;
         let mut handshakes = Handshakes::new(&self.listener, &self.secret);
         let mut joined: Vec<(Hello, TcpStream)> = Vec::new();
-        while joined.len() + 1 < world {
-            let Some((hello, mut stream)) = handshakes.next(until)? else {
+        loop {
+            joined.retain(|(_, stream)| is_open(stream));
+            if joined.len() + 1 >= world {
+                break;
+            }
+            let next = handshakes.next(until)?;
+            // One that has ended meanwhile may have been started again.
+            joined.retain(|(_, stream)| is_open(stream));
+            let Some((hello, mut stream)) = next else {
                 let taken = |rank| joined.iter().any(|(hello, _)| hello.rank == Some(rank));
                 let waits_for = (1..world).find(|rank| !taken(*rank)).unwrap_or_default();
                 return Err(late(0, waits_for, deadline));
@@ -141,7 +153,8 @@ fn form(
 /// other for `deadline` at most, as this does.
 ///
 /// # Errors
-/// If rank 0 cannot be reached, does not know `secret`, refuses the rank, or the others do not join in time.
+/// If rank 0 cannot be reached, does not know `secret` or refuses the rank. [`CollectiveError::NotFormed`] if the others do not
+/// join in time, or rank 0 gives up while they connect to each other.
 pub fn join(
     addr: SocketAddr,
     secret: &[u8],
@@ -158,7 +171,7 @@ fn join_with(
     deadline: Duration,
 ) -> Result<Sockets, CollectiveError> {
     let until = Instant::now() + deadline;
-    let mut first = reach(addr, until)?;
+    let mut first = reach(addr, until, || Ok(()))?;
     let own = first.local_addr().map_err(|error| joining(addr, error.to_string()))?;
     let nowhere =
         |error: io::Error| joining(addr, format!("cannot listen at {} for other ranks: {error}", own.ip()));
@@ -176,29 +189,58 @@ fn join_with(
     let left = until.saturating_duration_since(Instant::now()).max(AGAIN);
     first.set_read_timeout(Some(left)).map_err(refused)?;
     let welcome = Welcome::receive(&mut first).map_err(|error| {
-        joining(addr, format!("rank 0 has not said that all are there: {error}; look into its log"))
+        let reason = format!("rank 0 has not said that all are there: {error}; look into its log");
+        match error.kind() {
+            io::ErrorKind::InvalidData => joining(addr, reason),
+            _ => CollectiveError::NotFormed { address: addr.to_string(), reason },
+        }
     })?;
-    let (rank, addresses) = match welcome {
-        Welcome::Joined { rank, addresses } => (rank, addresses),
-        Welcome::Refused(reason) => return Err(joining(addr, reason)),
+    match welcome {
+        Welcome::Joined { rank, addresses } => connect(rank, &addresses, first, &listener, secret, deadline),
+        Welcome::Refused(reason) => Err(joining(addr, reason)),
+    }
+}
+
+/// Connects `rank` to the others of the group that rank 0, at the other end of `first`, forms of the ranks at `addresses`.
+fn connect(
+    rank: usize,
+    addresses: &[SocketAddr],
+    first: TcpStream,
+    listener: &TcpListener,
+    secret: &Secret,
+    deadline: Duration,
+) -> Result<Sockets, CollectiveError> {
+    let until = Instant::now() + deadline;
+    let still_forms = || {
+        if is_open(&first) {
+            return Ok(());
+        }
+        let address = first.peer_addr().map_or_else(|_| "rank 0".to_owned(), |address| address.to_string());
+        let reason = "rank 0 has given up this group of ranks; its log says why".to_owned();
+        Err(CollectiveError::NotFormed { address, reason })
     };
     let mut streams: Vec<Option<TcpStream>> = addresses.iter().map(|_| None).collect();
-    streams[0] = Some(first);
     for (peer, address) in addresses.iter().enumerate().take(rank).skip(1) {
-        let mut stream = reach(*address, until)?;
+        let mut stream = reach(*address, until, still_forms)?;
         let hello = Hello { rank: Some(rank), port: 0 };
         hello.send(&mut stream, secret).map_err(|source| broken(rank, peer, source))?;
         streams[peer] = Some(stream);
     }
-    let mut handshakes = Handshakes::new(&listener, secret);
+    let mut handshakes = Handshakes::new(listener, secret);
     while let Some(waits_for) = (rank + 1..addresses.len()).find(|peer| streams[*peer].is_none()) {
-        let Some((hello, stream)) = handshakes.next(until)? else {
-            return Err(late(rank, waits_for, deadline));
+        let now = Instant::now();
+        let Some((hello, stream)) = handshakes.next(until.min(now + LOOK))? else {
+            still_forms()?;
+            if now >= until {
+                return Err(late(rank, waits_for, deadline));
+            }
+            continue;
         };
         if let Some(address) = hello.rank.filter(|peer| *peer > rank).and_then(|peer| streams.get_mut(peer)) {
             *address = Some(stream);
         }
     }
+    streams[0] = Some(first);
     ready(rank, streams, deadline, secret.clone())
 }
 
@@ -292,9 +334,22 @@ fn accept(listener: &TcpListener, until: Instant) -> Result<Option<TcpStream>, C
     }
 }
 
-/// A connection to `addr`, tried again until a process listens there.
-fn reach(addr: SocketAddr, until: Instant) -> Result<TcpStream, CollectiveError> {
+/// Whether the other end has not closed the connection; what it has sent may still be unread.
+fn is_open(stream: &TcpStream) -> bool {
+    let mut polled = [PollFd::new(stream, CLOSED.union(PollFlags::IN))];
+    // Does not wait. An error of the call says nothing about the connection.
+    let _ = poll(&mut polled, Some(&Timespec::default()));
+    !polled[0].revents().intersects(CLOSED)
+}
+
+/// A connection to `addr`, tried again until a process listens there, or `goes_on` fails.
+fn reach(
+    addr: SocketAddr,
+    until: Instant,
+    goes_on: impl Fn() -> Result<(), CollectiveError>,
+) -> Result<TcpStream, CollectiveError> {
     loop {
+        goes_on()?;
         let left = until.saturating_duration_since(Instant::now());
         match TcpStream::connect_timeout(&addr, left.clamp(AGAIN, PATIENCE)) {
             Ok(stream) => return Ok(stream),
@@ -314,16 +369,11 @@ fn ready(
     deadline: Duration,
     secret: Secret,
 ) -> Result<Sockets, CollectiveError> {
-    let (idle, interval, count) = KEEPALIVE;
     for (peer, stream) in
         streams.iter().enumerate().filter_map(|(peer, stream)| Some((peer, stream.as_ref()?)))
     {
         let set = || -> io::Result<()> {
             stream.set_nodelay(true)?;
-            sockopt::set_socket_keepalive(stream, true)?;
-            sockopt::set_tcp_keepidle(stream, idle)?;
-            sockopt::set_tcp_keepintvl(stream, interval)?;
-            sockopt::set_tcp_keepcnt(stream, count)?;
             stream.set_nonblocking(true)
         };
         set().map_err(|source| broken(rank, peer, source))?;
@@ -341,4 +391,63 @@ fn late(rank: usize, waits_for: usize, deadline: Duration) -> CollectiveError {
 
 fn broken(rank: usize, peer: usize, source: io::Error) -> CollectiveError {
     CollectiveError::Connection { rank, peer, operation: JOIN, source }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::Ipv4Addr;
+
+    use super::*;
+    use crate::HostCollective;
+
+    /// Against hangs only.
+    const LONG: Duration = Duration::from_secs(60);
+    const SECRET: &[u8] = b"of the tests";
+
+    fn listener() -> (Listener, SocketAddr) {
+        let anywhere = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
+        let listener = Listener::bind(anywhere, SECRET).expect("a port is free");
+        let addr = listener.local_addr().expect("it listens");
+        (listener, addr)
+    }
+
+    /// The connection of a process that joins as `rank`, and then does nothing.
+    fn waiting(addr: SocketAddr, rank: usize) -> TcpStream {
+        let mut stream = TcpStream::connect(addr).expect("it listens");
+        let hello = Hello { rank: Some(rank), port: 1 };
+        hello.send(&mut stream, &Secret::new(SECRET)).expect("it knows the secret");
+        stream
+    }
+
+    #[test]
+    fn a_rank_that_is_killed_while_it_waits_can_join_again() {
+        let (listener, addr) = listener();
+        thread::scope(|scope| {
+            let leader = scope.spawn(|| listener.accept(3, LONG).expect("all join"));
+            drop(waiting(addr, 1));
+            let others = [1, 2].map(|rank| scope.spawn(move || join(addr, SECRET, Some(rank), LONG)));
+            let leader = leader.join().expect("no panic");
+            let others = others.map(|other| other.join().expect("no panic").expect("joins"));
+            drop((leader, others));
+        });
+    }
+
+    #[test]
+    fn a_rank_that_dies_while_the_group_forms_ends_the_wait_of_the_others() {
+        let (listener, addr) = listener();
+        thread::scope(|scope| {
+            let leader = scope.spawn(|| listener.accept(3, LONG).expect("all join"));
+            // It is to connect to rank 1.
+            let mut dying = waiting(addr, 2);
+            let other = scope.spawn(move || join(addr, SECRET, Some(1), LONG));
+            let welcome = Welcome::receive(&mut dying).expect("the group forms");
+            assert!(matches!(welcome, Welcome::Joined { rank: 2, .. }), "{welcome:?}");
+            let leader = leader.join().expect("no panic");
+            // Rank 1 reads it only once it has all connections.
+            leader.broadcast_bytes(0, vec![1]).expect("both receive it");
+            drop((dying, leader));
+            let error = other.join().expect("no panic").expect_err("rank 2 is gone");
+            assert!(matches!(error, CollectiveError::NotFormed { .. }), "{error}");
+        });
+    }
 }

@@ -457,6 +457,13 @@ impl HostCollective for Threads {
         self.call(call, Payload::Bytes(Arc::new(bytes)), |lent| lent.iter().map(|one| one.bytes()).collect())
     }
 
+    fn gather_bytes(&self, root: usize, bytes: Vec<u8>) -> Result<Option<Vec<Vec<u8>>>, CollectiveError> {
+        let call = CollectiveCall::of(CollectiveCall::GATHER_BYTES).to(root).check_root(self.position())?;
+        self.call(call, Payload::Bytes(Arc::new(bytes)), |lent| {
+            (self.rank == root).then(|| lent.iter().map(|one| one.bytes()).collect())
+        })
+    }
+
     fn split(&self, color: usize) -> Result<Box<dyn HostCollective>, CollectiveError> {
         let (rank, shared) = (self.rank, &*self.shared);
         let color = Payload::Bytes(Arc::new(color.to_le_bytes().to_vec()));

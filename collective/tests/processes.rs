@@ -288,3 +288,31 @@ fn a_meeting_makes_groups_of_those_that_wait() {
         assert_eq!(worlds, [2, 4, 4, 4]);
     });
 }
+
+#[test]
+fn a_rank_that_no_group_needs_can_join_again() {
+    let meeting = Meeting::open(anywhere(), SECRET).expect("a port is free");
+    let addr = meeting.local_addr();
+    let error = join(addr, SECRET, None, SHORT / 40).expect_err("there is no group");
+    assert!(matches!(error, CollectiveError::NotFormed { .. }), "{error}");
+    thread::scope(|scope| {
+        let other = scope.spawn(move || join(addr, SECRET, None, LONG).expect("joins"));
+        let leader = meeting.group(&[2], LONG, LONG).expect("it waits");
+        assert_eq!(other.join().expect("no panic").world(), leader.world());
+    });
+}
+
+#[test]
+fn a_process_waits_while_a_meeting_is_busy_with_others() {
+    let meeting = Meeting::open(anywhere(), SECRET).expect("a port is free");
+    let addr = meeting.local_addr();
+    // They say nothing, and are more than it has handshakes with at a time.
+    let silent = [(); 40].map(|()| TcpStream::connect(addr).expect("it listens"));
+    thread::scope(|scope| {
+        let other = scope.spawn(move || join(addr, SECRET, None, LONG));
+        thread::sleep(SHORT / 10);
+        drop(silent);
+        let leader = meeting.group(&[2], SHORT * 5, LONG).expect("it waits");
+        assert_eq!(other.join().expect("no panic").expect("joins").world(), leader.world());
+    });
+}

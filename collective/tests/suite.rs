@@ -141,6 +141,7 @@ fn wrong_arguments_are_refused(collective: &dyn HostCollective) {
     let gap: Vec<_> = (0..world).map(|rank| rank + 1..rank + 2).collect();
     refused(collective.reduce_scatter(&vec![0.0; world + 1], &gap, &mut [0.0]), "does not begin at 0");
     refused(collective.broadcast_bytes(world, Vec::new()).map(drop), "there is no rank");
+    refused(collective.gather_bytes(world, Vec::new()).map(drop), "there is no rank");
     let mut gathered = vec![0.0; world];
     let gathered = (rank != 0).then_some(&mut gathered[..]);
     refused(collective.gather(0, &[0.0], &shards, gathered), "it alone");
@@ -158,6 +159,8 @@ fn large_messages(collective: &dyn HostCollective) {
     assert!(collective.broadcast_bytes(root, given).expect("a large broadcast") == bytes(root));
     let all = collective.all_gather_bytes(bytes(rank)).expect("large bytes");
     assert!(all.iter().enumerate().all(|(rank, got)| *got == bytes(rank)));
+    let at_root = collective.gather_bytes(root, bytes(rank)).expect("large bytes at the root");
+    assert!(at_root == (rank == root).then_some(all));
 }
 
 fn many_small_messages(collective: &dyn HostCollective) {
@@ -170,6 +173,8 @@ fn many_small_messages(collective: &dyn HostCollective) {
         let all = collective.all_gather_bytes(vec![rank as u8; (round + rank) % 5]).expect("few bytes");
         let expected: Vec<_> = (0..world).map(|rank| vec![rank as u8; (round + rank) % 5]).collect();
         assert_eq!(all, expected);
+        let at_root = collective.gather_bytes(root, all[rank].clone()).expect("few bytes at the root");
+        assert_eq!(at_root, (rank == root).then_some(expected));
         if round % 10 == 0 {
             collective.barrier().expect("all ranks come");
         }

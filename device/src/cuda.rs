@@ -197,6 +197,35 @@ impl Cuda {
         CURRENT.set(self.context as usize);
         Ok(())
     }
+
+    /// Lets another GPU access the memory of this one's pool, if it can: between GPUs of one process NCCL reads and writes
+    /// the buffers of its callers directly, and the memory of a pool is closed to others at first.
+    #[expect(unsafe_code, reason = "calls of the driver")]
+    pub(crate) fn open_pool_to(&self, other: &Self) -> Result<()> {
+        if other.device == self.device {
+            return Ok(());
+        }
+        self.bind()?;
+        let mut reaches = 0;
+        // SAFETY: both devices are valid.
+        unsafe { sys::cuDeviceCanAccessPeer(&raw mut reaches, other.device, self.device) }
+            .result()
+            .named(&self.name, "cuDeviceCanAccessPeer")?;
+        if reaches == 0 {
+            return Ok(());
+        }
+        let type_ = sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE;
+        let access = sys::CUmemAccessDesc {
+            location: sys::CUmemLocation { type_, id: other.device },
+            flags: sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
+        };
+        // SAFETY: the pool belongs to the device, and the call reads one description.
+        let opened = unsafe {
+            driver::device::get_default_mem_pool(self.device)
+                .and_then(|pool| sys::cuMemPoolSetAccess(pool, &raw const access, 1).result())
+        };
+        opened.named(&self.name, "cuMemPoolSetAccess")
+    }
 }
 
 impl Drop for Cuda {
@@ -364,7 +393,7 @@ impl Backend for Cuda {
         let other = other.as_any().downcast_ref::<Self>().filter(|other| other.context != self.context);
         let Some(other) = other else { return self.copy(from, to, bytes) };
         self.bind()?;
-        // Memory from the pools of two GPUs is not peer-accessible; this call copies it anyway.
+        // Memory from the pools of two GPUs may not be peer-accessible; this call copies it anyway.
         // SAFETY: both views have this length, and both contexts are valid.
         unsafe { driver::memcpy_peer_async(other.context, to, self.context, from, bytes, self.stream) }
             .named(&self.name, "cuMemcpyPeerAsync")

@@ -317,9 +317,8 @@ impl DeviceInner {
 
     /// Largest memory labels of this process on the same device, over all streams.
     fn largest_of_all(&self) -> MemoryUsage {
-        let devices: Vec<_> = opened().iter().filter_map(Weak::upgrade).collect();
         let mut all: BTreeMap<&'static str, u64> = BTreeMap::new();
-        for device in devices.iter().filter(|device| device.identity == self.identity) {
+        for device in all_open().iter().filter(|device| device.identity == self.identity) {
             device.usage().iter().for_each(|(label, bytes)| *all.entry(label).or_default() += bytes);
         }
         let mut usage = MemoryUsage::of(&all);
@@ -334,6 +333,11 @@ impl DeviceInner {
 }
 
 /// All devices that are open in this process.
+pub(crate) fn all_open() -> Vec<Arc<DeviceInner>> {
+    opened().iter().filter_map(Weak::upgrade).collect()
+}
+
+/// Those, and some that were closed since.
 fn opened() -> MutexGuard<'static, Vec<Weak<DeviceInner>>> {
     static OPENED: Mutex<Vec<Weak<DeviceInner>>> = Mutex::new(Vec::new());
     OPENED.lock().unwrap_or_else(PoisonError::into_inner)

@@ -79,6 +79,12 @@ pub enum DeviceError {
         /// Reason.
         reason: String,
     },
+    /// Another rank that computes with this device is lost, late, or makes another call.
+    #[error("the ranks cannot compute together: {reason}")]
+    Peer {
+        /// Which rank, with a remedy.
+        reason: String,
+    },
 }
 
 /// A number of bytes; displayed with a binary unit.

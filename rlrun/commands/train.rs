@@ -1,5 +1,6 @@
 //! Training in a run directory, for the commands that start and resume runs.
 
+use std::mem::ManuallyDrop;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -35,6 +36,8 @@ pub(super) fn train(
 ) -> Result<String, Failure> {
     let TrainingStart { run_dir, from, leader } = start;
     let path = run_dir.path().to_path_buf();
+    // Dropped only after a run without an error: MPI would wait for ranks that cannot continue, and this process with it.
+    let kept = ManuallyDrop::new(leader.clone());
     let ending = if recipe.placement.processes {
         // Whenever the controller restarts the lead process, it resumes from the last checkpoint.
         let aside = from.map(|from| trainer::checkpoint::set_aside_after(&run_dir.checkpoints(), Some(from)));
@@ -47,6 +50,7 @@ pub(super) fn train(
         let options = RunOptions { leader, from, ..RunOptions::new(program) };
         pipeline::run_in(recipe, &run_dir, &report(loudness, program), options)?
     };
+    drop(ManuallyDrop::into_inner(kept));
     outcome(ending, &path)
 }
 
@@ -68,7 +72,11 @@ pub(super) fn launched(recipe: &Recipe) -> Result<Option<Option<Arc<Leader>>>, F
         if ranks.rank() == 0 {
             return Ok(Some(Some(Leader::new(Arc::new(ranks)))));
         }
-        follow(Arc::new(ranks), Arc::new(recipe.trainer_pool(&SharedCores::all())))?;
+        let ranks = Arc::new(ranks);
+        // As in `train`: an error of this rank alone ends its process, and `mpirun` ends the others.
+        let kept = ManuallyDrop::new(Arc::clone(&ranks));
+        follow(ranks, Arc::new(recipe.trainer_pool(&SharedCores::all())))?;
+        drop(ManuallyDrop::into_inner(kept));
         return Ok(None);
     }
     // Without the feature such a recipe was refused.

@@ -7,14 +7,15 @@
 use std::collections::BTreeMap;
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use ::rewards::LoadCounts;
 use ::rewards::reward_model::ModelServer;
 use ::rollout::Progress;
 use ::trainer::{Followed, TrainerError, follow};
-use collective::{Collective, tcp};
+use collective::{Collective, CollectiveError, tcp};
+use device::DeviceError;
 use model::{SharedCores, ThreadPool};
 
 use super::membership::{Membership, WorkerReport, derived};
@@ -52,16 +53,19 @@ pub(crate) fn run(args: &TrainerWorkerArgs, program: &Program) -> Result<(), Fai
     })?;
     let secret = derived(membership.token(), MEETING).unwrap_or_default();
     let place = meeting_place(&membership)?;
-    let collective = tcp::join(place, secret.as_bytes(), rank, wait).map_err(|error| lost(error.into()))?;
+    let is_elastic = recipe.trainer.elastic.snapshot_every > 0;
+    let mut next = match tcp::join(place, secret.as_bytes(), rank, wait) {
+        Err(CollectiveError::NotFormed { .. }) if is_elastic => None,
+        joined => Some(joined.map_err(|error| lost(error.into()))?),
+    };
     let number = Arc::new(AtomicUsize::new(0));
     membership.start_heartbeat(RankReport { rank: Arc::clone(&number) }, Arc::clone(&stop))?;
     let cores = args.threads.map_or_else(SharedCores::all, SharedCores::new);
     let threads = recipe.placement.trainer_threads.unwrap_or(cores.total()).max(1);
     let pool = Arc::new(ThreadPool::new(&cores, threads));
-    let mut next = Some(collective);
-    let is_elastic = recipe.trainer.elastic.snapshot_every > 0;
     let followed = loop {
-        let collective = match next.take().map_or_else(|| join_again(place, &secret, wait), Ok) {
+        number.store(0, Ordering::Relaxed);
+        let collective = match next.take().map_or_else(|| join_again(place, &secret, wait, &stop), Ok) {
             Ok(collective) => collective,
             Err(error) => break Err(error),
         };
@@ -80,9 +84,12 @@ pub(crate) fn run(args: &TrainerWorkerArgs, program: &Program) -> Result<(), Fai
 }
 
 /// A rank that lost the others can be started again.
-fn lost(error: TrainerError) -> Failure {
+pub(crate) fn lost(error: TrainerError) -> Failure {
     match error {
-        TrainerError::Collective(error) => Failure::Requeue(error.to_string()),
+        TrainerError::Collective(_)
+        | TrainerError::Device(DeviceError::Group { .. } | DeviceError::Peer { .. }) => {
+            Failure::Requeue(error.to_string())
+        }
         error => error.into(),
     }
 }
@@ -134,22 +141,37 @@ fn meeting_place(membership: &Membership) -> Result<SocketAddr, Failure> {
     places.next().ok_or_else(|| Failure::Argument(format!("the host {host} of {url} has no address")))
 }
 
-/// Joins the next group of ranks as any of them.
-fn join_again(place: SocketAddr, secret: &str, wait: Duration) -> Result<tcp::Tcp, Failure> {
-    // A run that was started again meets elsewhere: this process is started again too.
-    TcpStream::connect_timeout(&place, REACHED)
-        .map_err(|error| Failure::Requeue(format!("the first rank no longer listens at {place}: {error}")))?;
-    tcp::join(place, secret.as_bytes(), None, wait).map_err(|error| lost(error.into()))
+/// Joins the next group of ranks as any of them. One that no group needs waits until `stop`.
+fn join_again(
+    place: SocketAddr,
+    secret: &str,
+    wait: Duration,
+    stop: &AtomicBool,
+) -> Result<tcp::Tcp, Failure> {
+    loop {
+        // A run that was started again meets elsewhere: this process is started again too.
+        TcpStream::connect_timeout(&place, REACHED).map_err(|error| {
+            Failure::Requeue(format!("the first rank no longer listens at {place}: {error}"))
+        })?;
+        match tcp::join(place, secret.as_bytes(), None, wait) {
+            Err(CollectiveError::NotFormed { .. }) if !stop.load(Ordering::Relaxed) => {}
+            joined => return joined.map_err(|error| lost(error.into())),
+        }
+    }
 }
 
 /// The heartbeat report of a rank.
 struct RankReport {
+    /// 0, the rank of the run itself, while it has none.
     rank: Arc<AtomicUsize>,
 }
 
 impl WorkerReport for RankReport {
     fn doing(&self) -> String {
-        format!("follows as rank {}", self.rank.load(Ordering::Relaxed))
+        match self.rank.load(Ordering::Relaxed) {
+            0 => "waits for the other ranks".to_owned(),
+            rank => format!("follows as rank {rank}"),
+        }
     }
 
     fn progress(&self) -> Option<Progress> {
@@ -167,9 +189,13 @@ impl WorkerReport for RankReport {
 
 #[cfg(test)]
 mod tests {
+    use std::net::Ipv4Addr;
+    use std::thread;
+
     use clap::Parser;
 
     use super::*;
+    use crate::failure::REQUEUE;
 
     #[derive(Parser)]
     struct Line {
@@ -197,6 +223,35 @@ mod tests {
         assert_eq!(rank_of(&[], &both, 3), Ok(Some(1)));
         let first = rank_of(&[], &slurm("0", "3"), 3).unwrap_err();
         assert!(first.contains("SLURM_PROCID is rank 0") && first.contains("--rank-offset"), "{first}");
+    }
+
+    #[test]
+    fn a_rank_that_lost_another_in_a_pass_on_its_device_is_to_be_started_again() {
+        let lost_by = |error: CollectiveError| lost(error.into_device_error().into()).exit_code();
+        let (rank, operation) = (1, "all_reduce");
+        assert_eq!(lost_by(CollectiveError::Gone { rank, peer: 0, operation }), REQUEUE);
+        let reason = "2 shards for 3 ranks".to_owned();
+        assert_eq!(lost_by(CollectiveError::Arguments { rank, operation, reason }), 1);
+    }
+
+    #[test]
+    fn a_rank_that_no_group_needs_waits_for_the_next_one() {
+        let anywhere = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
+        let meeting = tcp::Meeting::open(anywhere, b"secret").unwrap();
+        let (place, stop) = (meeting.local_addr(), AtomicBool::new(false));
+        let (wait, long) = (Duration::from_millis(200), Duration::from_secs(60));
+        thread::scope(|scope| {
+            let spare = scope.spawn(|| join_again(place, "secret", wait, &stop));
+            while meeting.waiting() == 0 && !spare.is_finished() {
+                thread::sleep(wait / 100);
+            }
+            // It joins again, and has most of its time left.
+            thread::sleep(wait * 5 / 4);
+            let leader = meeting.group(&[2], long, long).unwrap();
+            // If it gave up just now, it ends with an error.
+            stop.store(true, Ordering::Relaxed);
+            assert_eq!(spare.join().unwrap().unwrap().world(), leader.world());
+        });
     }
 
     #[test]

@@ -423,7 +423,9 @@ impl Learner {
             return self.first.whole_optimizer();
         }
         if self.send_command(|network| RankCommand::GatherOptimizer { network })? {
-            return Ok(Cow::Owned(self.first.gather_optimizer()?));
+            let reason = "the leader is not rank 0 of its ranks";
+            let gathered = self.first.gather_optimizer()?.ok_or(TrainerError::State { reason })?;
+            return Ok(Cow::Owned(gathered));
         }
         let states = self.ranks().map(Rank::states).collect::<Result<Vec<_>, _>>()?;
         let fragments = self.ranks().filter_map(|rank| Some((rank.fragments()?, rank.shard())));

@@ -291,15 +291,16 @@ impl Rank {
         membership.gather(&self.owned()?, all)
     }
 
-    /// The optimizer of whole tensors, gathered from all ranks.
+    /// The optimizer of whole tensors, gathered from all ranks by rank 0: each state is sent once. `None` on the other ranks.
     ///
     /// # Errors
-    /// If another rank does not make the call.
-    pub(crate) fn gather_optimizer(&self) -> Result<Optimizer, TrainerError> {
-        let Some(membership) = self.membership() else { return Ok(self.whole_optimizer()?.into_owned()) };
-        let all = membership.all()?.all_gather_bytes(encode(&&*self.states()?)?)?;
+    /// If another rank does not make the call, or a device fails.
+    pub(crate) fn gather_optimizer(&self) -> Result<Option<Optimizer>, TrainerError> {
+        let membership = self.membership().ok_or(TrainerError::RanksEnded)?;
+        let gathered = membership.all()?.gather_bytes(0, encode(&&*self.states()?)?)?;
+        let Some(all) = gathered else { return Ok(None) };
         let states: Vec<Vec<TensorState>> =
-            all.iter().map(|bytes| decode(bytes)).collect::<Result<_, _>>()?;
+            all.into_iter().map(|bytes| decode(&bytes)).collect::<Result<_, _>>()?;
         let parallel = self.base.config.parallel;
         let shard = |shard| parallel.shard(&membership.model, shard);
         let shards = (0..parallel.shards()).map(shard).collect::<Result<Vec<_>, _>>()?;
@@ -310,7 +311,8 @@ impl Rank {
             let trained = of_shards.get(shard).unwrap_or(&membership.trained);
             (trained.fragments(zero), &states[..], self.shard().map(|_| &shards[shard]))
         });
-        Optimizer::join(self.base.config.optimizer, self.base.optimizer.updates(), self.trained(), ranks)
+        let updates = self.base.optimizer.updates();
+        Optimizer::join(self.base.config.optimizer, updates, self.trained(), ranks).map(Some)
     }
 
     /// The optimizer state of each tensor or fragment, from the host or the device.

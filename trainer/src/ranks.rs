@@ -7,6 +7,8 @@ use std::any::Any;
 use std::borrow::Borrow;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
+use device::DeviceError;
+
 use crate::TrainerError;
 use crate::rank::Rank;
 
@@ -97,7 +99,7 @@ fn is_seen(error: &TrainerError) -> bool {
         error,
         TrainerError::Collective(_)
             | TrainerError::RanksEnded
-            | TrainerError::Device(device::DeviceError::Group { .. })
+            | TrainerError::Device(DeviceError::Group { .. } | DeviceError::Peer { .. })
     )
 }
 
@@ -105,4 +107,27 @@ fn is_seen(error: &TrainerError) -> bool {
 fn message(panic: &(dyn Any + Send)) -> String {
     let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
     text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "no message".to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use collective::CollectiveError;
+
+    use super::*;
+
+    #[test]
+    fn the_rank_that_failed_is_named_and_not_one_that_lost_it_on_its_device() {
+        let failed = || TrainerError::Panicked { message: "a panic".to_owned() };
+        let named = |other: CollectiveError| {
+            let lost = TrainerError::Device(other.into_device_error());
+            all_done::<()>(vec![Err(lost), Err(failed())]).unwrap_err().to_string()
+        };
+        let operation = "all_reduce";
+        let lost = named(CollectiveError::Gone { rank: 0, peer: 1, operation });
+        assert!(lost.contains("rank 1 of 2") && lost.contains("a panic"), "{lost}");
+        // This is a mistake of the rank itself.
+        let reason = "2 shards for 3 ranks".to_owned();
+        let wrong = named(CollectiveError::Arguments { rank: 0, operation, reason });
+        assert!(wrong.contains("rank 0 of 2") && wrong.contains("2 shards"), "{wrong}");
+    }
 }

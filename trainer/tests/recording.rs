@@ -17,6 +17,8 @@ pub(crate) struct Recording {
     /// Calls of all kinds so far, and after how many every one fails.
     calls: Arc<AtomicUsize>,
     most: usize,
+    /// Bytes of the messages of all ranks that it has gathered so far.
+    gathered: Arc<AtomicUsize>,
 }
 
 impl Recording {
@@ -24,7 +26,8 @@ impl Recording {
         inner: impl HostCollective + 'static,
         log: &Arc<Mutex<Vec<CollectiveArguments>>>,
     ) -> Self {
-        Self { inner: Box::new(inner), log: Arc::clone(log), calls: Arc::default(), most: usize::MAX }
+        let (inner, log) = (Box::new(inner), Arc::clone(log));
+        Self { inner, log, calls: Arc::default(), most: usize::MAX, gathered: Arc::default() }
     }
 
     /// One that is lost after `most` calls.
@@ -35,6 +38,11 @@ impl Recording {
     /// The number of calls so far, of all kinds.
     pub(crate) fn calls(&self) -> Arc<AtomicUsize> {
         Arc::clone(&self.calls)
+    }
+
+    /// The number of bytes of the messages of all ranks that it has gathered so far.
+    pub(crate) fn gathered(&self) -> Arc<AtomicUsize> {
+        Arc::clone(&self.gathered)
     }
 
     fn note(&self, operation: &'static str, len: usize) -> Result<(), CollectiveError> {
@@ -121,11 +129,21 @@ impl HostCollective for Recording {
 
     fn all_gather_bytes(&self, bytes: Vec<u8>) -> Result<Vec<Vec<u8>>, CollectiveError> {
         self.count("all-gather-bytes")?;
-        self.inner.all_gather_bytes(bytes)
+        let all = self.inner.all_gather_bytes(bytes)?;
+        self.gathered.fetch_add(all.iter().map(Vec::len).sum(), Ordering::Relaxed);
+        Ok(all)
+    }
+
+    fn gather_bytes(&self, root: usize, bytes: Vec<u8>) -> Result<Option<Vec<Vec<u8>>>, CollectiveError> {
+        self.count("gather-bytes-to-one")?;
+        let all = self.inner.gather_bytes(root, bytes)?;
+        self.gathered.fetch_add(all.iter().flatten().map(Vec::len).sum(), Ordering::Relaxed);
+        Ok(all)
     }
 
     fn split(&self, color: usize) -> Result<Box<dyn HostCollective>, CollectiveError> {
         let (log, calls) = (Arc::clone(&self.log), Arc::clone(&self.calls));
-        Ok(Box::new(Self { inner: self.inner.split(color)?, log, calls, most: self.most }))
+        let (inner, gathered) = (self.inner.split(color)?, Arc::clone(&self.gathered));
+        Ok(Box::new(Self { inner, log, calls, most: self.most, gathered }))
     }
 }

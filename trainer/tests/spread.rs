@@ -2,7 +2,7 @@
 //! processes.
 
 use std::path::Path;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -354,6 +354,23 @@ fn a_lost_follower_ends_the_step_with_its_number() {
     drop((learner, leader));
     let error = lasting.join().unwrap().unwrap_err();
     assert!(error.to_string().contains("rank 2 is gone"), "{error}");
+}
+
+#[test]
+fn only_the_leader_receives_the_optimizer_state_of_other_ranks() {
+    let mut ranks = threads::group(2, SOON);
+    let follower = Recording::new(ranks.pop().unwrap(), &Arc::default());
+    let gathered = follower.gathered();
+    let processes = Processes::of(vec![Arc::new(ranks.pop().unwrap()), Arc::new(follower)]);
+    let parameters = Parameters::random(&config(), 5);
+    let weights = parameters.values().len();
+    let learner = processes.leader.learner(LEARNER, config(), parameters, None, None).unwrap();
+    assert_eq!(learner.optimizer().unwrap().states().len(), learner.trained().len());
+    drop(learner);
+    processes.end();
+    // Each state has two moments of a weight.
+    let gathered = gathered.load(Ordering::Relaxed);
+    assert!(gathered < weights, "a follower has gathered {gathered} B");
 }
 
 /// Reduce-scatter runs on the communication thread: that of the last unit starts before the backward pass has the weights of

@@ -7,8 +7,12 @@ use std::io::{self, Read, Write};
 use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
+use rustix::net::sockopt;
+
 /// Deadline of the handshake, on the side that waits for processes.
 pub(super) const PATIENCE: Duration = Duration::from_secs(5);
+/// TCP keepalive, which notices a host that is lost: idle time before the first probe, time between probes, number of probes.
+const KEEPALIVE: (Duration, Duration, u32) = (Duration::from_secs(15), Duration::from_secs(5), 3);
 /// First bytes of a connection: the version of the protocol.
 const MAGIC: [u8; 8] = *b"rlruncl1";
 /// In place of a rank: any that is free.
@@ -57,7 +61,7 @@ impl Secret {
 impl Hello {
     /// Sends this message; an error of kind `PermissionDenied` if the other end does not know the secret.
     pub(super) fn send(self, stream: &mut TcpStream, secret: &Secret) -> io::Result<()> {
-        set_timeouts(stream)?;
+        prepare(stream)?;
         let nonce = nonce()?;
         let mut hello = [0; HELLO];
         hello[..8].copy_from_slice(&MAGIC);
@@ -78,7 +82,7 @@ impl Hello {
 
     /// Receives the message of a process; an error of kind `PermissionDenied` if it does not know the secret.
     pub(super) fn receive(stream: &mut TcpStream, secret: &Secret) -> io::Result<Self> {
-        set_timeouts(stream)?;
+        prepare(stream)?;
         let until = Instant::now() + PATIENCE;
         let mut hello = [0; HELLO];
         read_by(until, stream, &mut hello)?;
@@ -119,7 +123,13 @@ fn read_by(until: Instant, stream: &mut TcpStream, buffer: &mut [u8]) -> io::Res
     stream.set_read_timeout(Some(PATIENCE))
 }
 
-fn set_timeouts(stream: &TcpStream) -> io::Result<()> {
+/// Sets the deadline of the handshake, and keepalive: a process may wait for the others for a long time after it.
+fn prepare(stream: &TcpStream) -> io::Result<()> {
+    let (idle, interval, count) = KEEPALIVE;
+    sockopt::set_socket_keepalive(stream, true)?;
+    sockopt::set_tcp_keepidle(stream, idle)?;
+    sockopt::set_tcp_keepintvl(stream, interval)?;
+    sockopt::set_tcp_keepcnt(stream, count)?;
     stream.set_nonblocking(false)?;
     stream.set_read_timeout(Some(PATIENCE))?;
     stream.set_write_timeout(Some(PATIENCE))

@@ -10,13 +10,13 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::handshake::{Hello, Secret};
-use super::{Listener, MAX_WORLD, Tcp, accept, form, joining, late};
+use super::{Listener, MAX_WORLD, Tcp, accept, form, is_open, joining, late};
 use crate::CollectiveError;
 use crate::mesh::Mesh;
 
 /// Between two looks at whether the meeting is over.
 const POLL: Duration = Duration::from_millis(100);
-/// Handshakes at a time. A meeting closes more connections, and their processes try again.
+/// Handshakes at a time. More connections wait in the backlog of the listener.
 pub(super) const MAX_HANDSHAKES: usize = 32;
 
 /// Where processes join rank 0 at any time.
@@ -118,15 +118,14 @@ impl WaitingRanks {
     /// Takes connections, each on a thread of its own, so that one that says nothing delays no other.
     fn take_all(self: &Arc<Self>, listener: &TcpListener, secret: &Secret) {
         while !self.is_over.load(Ordering::Relaxed) {
+            let is_full = self.handshakes.load(Ordering::Relaxed) >= MAX_HANDSHAKES;
+            let next = if is_full { Ok(None) } else { accept(listener, Instant::now() + POLL) };
             // A connection that cannot be accepted is tried again by its process.
-            let Ok(Some(stream)) = accept(listener, Instant::now() + POLL) else {
+            let Ok(Some(stream)) = next else {
                 std::thread::sleep(POLL / 10);
                 continue;
             };
-            if self.handshakes.fetch_add(1, Ordering::Relaxed) >= MAX_HANDSHAKES {
-                self.handshakes.fetch_sub(1, Ordering::Relaxed);
-                continue;
-            }
+            self.handshakes.fetch_add(1, Ordering::Relaxed);
             let (shared, known) = (Arc::clone(self), secret.clone());
             let take = move || {
                 shared.take(stream, &known);
@@ -155,11 +154,4 @@ impl WaitingRanks {
         connections.retain(|(_, stream)| is_open(stream));
         connections
     }
-}
-
-/// Whether the other end, which has nothing to send, has not closed the connection.
-fn is_open(stream: &TcpStream) -> bool {
-    let peeked = stream.set_nonblocking(true).and_then(|()| stream.peek(&mut [0]));
-    stream.set_nonblocking(false).is_ok()
-        && peeked.is_err_and(|error| error.kind() == std::io::ErrorKind::WouldBlock)
 }

@@ -19,7 +19,7 @@ use cudarc::nccl::{result as nccl, sys};
 use super::waiting::GroupWait;
 use super::{GroupBackend, GroupTimeout, MemoryRange, failed};
 use crate::cuda::{Cuda, Library};
-use crate::device::Device;
+use crate::device::{Device, all_open};
 use crate::error::{DeviceError, Result};
 use crate::inventory::OLDEST_NCCL;
 
@@ -115,7 +115,15 @@ impl Communicator {
     ) -> Result<Self> {
         let refused = |reason: String| failed(device, "join", Duration::ZERO, reason);
         check(device)?;
-        cuda(device)?.bind()?;
+        let own = cuda(device)?;
+        // Members of this process have opened their devices before they share an id.
+        for other in all_open() {
+            if let Some(other) = other.backend.as_any().downcast_ref::<Cuda>() {
+                own.open_pool_to(other)?;
+            }
+        }
+        // A device that was closed meanwhile leaves another context.
+        own.bind()?;
         let internal: [u8; 128] =
             id.try_into().map_err(|_| refused(format!("an NCCL id has 128 bytes and not {}", id.len())))?;
         let id = sys::ncclUniqueId { internal: internal.map(|byte| byte.cast_signed()) };

@@ -225,6 +225,8 @@ impl DeviceSampler {
             }
             (sampler, StagedWeights::Factors(factors)) => {
                 either!(sampler, sampler => sampler.change_factors(factors.all())?);
+                // Their memory is that of another stream, which may reuse it from now on.
+                device.synchronize()?;
                 Ok(StagedWeights::Factors(factors))
             }
             (AnySampler::F32(_), new) => Err(misplaced(&device, new.kind(), "weights in f32")),
@@ -270,6 +272,14 @@ impl DeviceSampler {
     /// Frees the memory of the KV cache and of recurrent states, which the next step allocates again. Its content has to be computed again.
     pub fn forget(&mut self) {
         either!(&mut self.inner, sampler => (sampler.cache, sampler.states) = (None, None));
+    }
+}
+
+impl Drop for DeviceSampler {
+    fn drop(&mut self) {
+        // A step that was launched but not synchronised may still read the weights, whose memory is freed on the stream that
+        // they came from. An error is that of the next call on the device.
+        let _ = self.device().synchronize();
     }
 }
 
