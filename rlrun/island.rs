@@ -9,6 +9,7 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 use islands::coordinator::{JoinAnswer, new_id};
 use islands::island::{IslandReport, saved_run};
@@ -24,6 +25,7 @@ use crate::recipe::schema::IslandSection;
 use crate::report::Report;
 use crate::run_dir::{RunDir, replace};
 use crate::serve::token;
+use crate::trainer_progress::{TrainerPhase, TrainerProgress};
 
 /// The island of a run.
 #[derive(Debug)]
@@ -32,6 +34,7 @@ pub(crate) struct RunIsland {
     /// Where the run has its checkpoints.
     checkpoints: PathBuf,
     report: Arc<Report>,
+    progress: Arc<TrainerProgress>,
 }
 
 /// What the island of a run is made of.
@@ -40,6 +43,10 @@ pub(crate) struct IslandSetup<'a> {
     pub(crate) section: &'a IslandSection,
     pub(crate) run_dir: &'a RunDir,
     pub(crate) report: &'a Arc<Report>,
+    /// The phase of the trainer's thread.
+    pub(crate) progress: &'a Arc<TrainerProgress>,
+    /// Ends a wait for the answer of the coordinator.
+    pub(crate) stop: Arc<AtomicBool>,
 }
 
 impl IslandSetup<'_> {
@@ -51,17 +58,10 @@ impl IslandSetup<'_> {
         let (client, terms) = (self.client(&self.run_id()?)?, self.terms(learner)?);
         let mut values = learner.trained_values()?;
         let joined = Island::join(client, terms, self.schedule(), self.answers(), 0, &mut values)?;
-        let (island, JoinAnswer { round, islands, deadline_s, .. }) = joined;
-        let wait_s = self.recipe.deadlines.wait_s;
-        if deadline_s >= wait_s {
-            island.client().leave()?;
-            return Err(Failure::Argument(format!(
-                "the coordinator at {} waits up to {deadline_s} s for islands that are late, and `deadlines.wait_s` is {wait_s}: \
-                 raise it, or start the coordinator with a shorter `--deadline`",
-                self.section.url
-            )));
-        }
+        let (island, answer) = joined;
+        self.check_deadline(&island, &answer)?;
         learner.set_trained_values(&values)?;
+        let JoinAnswer { round, islands, .. } = answer;
         self.report.note(&format!("joined as island {}: round {round}, {islands} live islands", self.name()));
         Ok(self.of(island))
     }
@@ -75,13 +75,32 @@ impl IslandSetup<'_> {
         // The directory of a run that an archive has restored has no id.
         let run = saved_run(state).map_or_else(|| self.run_id(), Ok)?;
         let (client, terms) = (self.client(&run)?, self.terms(learner)?);
-        let island = Island::resume(client, terms, self.schedule(), self.answers(), state)?;
+        let (island, answer) = Island::resume(client, terms, self.schedule(), self.answers(), state)?;
+        self.check_deadline(&island, &answer)?;
         Ok(self.of(island))
     }
 
+    /// Refuses a coordinator whose rounds may be open for longer than the run waits.
+    fn check_deadline(&self, island: &Island, answer: &JoinAnswer) -> Result<(), Failure> {
+        let (deadline_s, wait_s) = (answer.deadline_s, self.recipe.deadlines.wait_s);
+        if deadline_s < wait_s {
+            return Ok(());
+        }
+        island.client().leave()?;
+        Err(Failure::Argument(format!(
+            "the coordinator at {} waits up to {deadline_s} s for islands that are late, and `deadlines.wait_s` is {wait_s}: \
+             raise it, or start the coordinator with a shorter `--deadline`",
+            self.section.url
+        )))
+    }
+
     fn of(&self, island: Island) -> RunIsland {
-        let (checkpoints, report) = (self.run_dir.checkpoints(), Arc::clone(self.report));
-        RunIsland { island, checkpoints, report }
+        RunIsland {
+            island: island.stopped_by(Arc::clone(&self.stop)),
+            checkpoints: self.run_dir.checkpoints(),
+            report: Arc::clone(self.report),
+            progress: Arc::clone(self.progress),
+        }
     }
 
     fn directory(&self) -> PathBuf {
@@ -160,14 +179,25 @@ impl OuterExchange for RunIsland {
             return Ok(None);
         }
         let mut values = learner.trained_values()?;
-        let report = self.island.after_step(version.0, &mut values).map_err(failed)?;
-        let Some(IslandReport { round, islands, bytes, wait_s, norm, is_late }) = report else {
+        self.progress.enter(TrainerPhase::Exchange);
+        let report = self.island.after_step(version.0, &mut values).map_err(failed);
+        self.progress.enter(TrainerPhase::Step);
+        let Some(IslandReport { round, islands, bytes, wait_s, norm, is_late, is_replaced }) = report? else {
             return Ok(None);
         };
         learner.set_trained_values(&values)?;
         if is_late {
             self.report.note(&format!(
-                "step {}: the outer gradient came late and is in no round; training continues from the outer weights of round {round}",
+                "step {}: the outer gradient came late and is in no round; it is added to the next one, unless the one before came \
+                 late too; training continues from the outer weights of round {round}; if this repeats, start the coordinator \
+                 with a longer `--deadline`",
+                version.0
+            ));
+        }
+        if is_replaced {
+            self.report.note(&format!(
+                "step {}: the outer update is kept no more, or leads to other outer weights than those of the coordinator; training \
+                 continues from its outer weights of round {round}",
                 version.0
             ));
         }

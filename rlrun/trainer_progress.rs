@@ -24,6 +24,8 @@ pub(crate) enum TrainerPhase {
     WarmUp,
     /// A training step: waits for a batch, or computes.
     Step,
+    /// Exchanges an outer gradient with other islands.
+    Exchange,
     /// Evaluates the policy.
     Evaluation,
     /// Writes metrics or a checkpoint.
@@ -98,6 +100,9 @@ impl TrainerProgress {
         }
         if self.is(TrainerPhase::Writing) {
             return format!("the trainer writes down the step to {version}, or its checkpoint");
+        }
+        if self.is(TrainerPhase::Exchange) {
+            return format!("the trainer waits for the coordinator of islands in the step from {version}");
         }
         if self.is(TrainerPhase::WarmUp) {
             return "the trainer computes a step of the warm-up".to_owned();
@@ -190,6 +195,9 @@ mod tests {
         let before = progress.counts();
         progress.enter(TrainerPhase::Evaluation);
         assert_ne!(before, progress.counts(), "the next piece of work of the same phase");
+        progress.enter(TrainerPhase::Exchange);
+        let waits = "the trainer waits for the coordinator of islands in the step from v3";
+        assert_eq!(progress.describe_with_buffer(None), waits);
         progress.enter(TrainerPhase::Step);
         assert!(!progress.is_busy(None));
         assert_eq!(

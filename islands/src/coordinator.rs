@@ -1,35 +1,42 @@
 //! The coordinator: outer weights, and the rounds in which islands exchange outer gradients.
 //!
-//! A round closes when all live islands have contributed, or at its deadline, which begins with the first contribution. The first
-//! round also waits for the islands that are expected to begin together. Islands that
-//! have not contributed by then are live no more, so that a dead island costs the others one deadline. An island is live from when it
-//! joins, or contributes, until it leaves or misses a round. An outer gradient that comes after its round has closed is in no round:
-//! its island takes the newest outer weights.
+//! A round closes when all islands that it waits for have contributed, or at its deadline, which begins with the first contribution.
+//! An outer gradient that is being received then keeps it open for a while longer. The first round also waits for the islands that
+//! are expected to begin together. Islands that have not contributed by then are live no more, so that a dead island costs the
+//! others one deadline. An island is live from when it joins, or contributes, until it leaves or misses a round; rounds wait for it
+//! from its first contribution on. An outer gradient that comes after its round has closed is in no round: its island takes the
+//! newest outer weights.
 //!
 //! Invariant: what was acknowledged is on disk. A contribution counts once, whatever is repeated. The mean of a round is a sum in
 //! the order of the names of its islands. Outer weights change by the decoded outer update alone, which the islands also have; what
-//! its compression loses is added to the next update (as DoubleSqueeze, Tang et al. 2019, arXiv 1905.05957).
+//! its compression loses is added to the next update (as DoubleSqueeze, Tang et al. 2019, arXiv 1905.05957). Outer gradients of the
+//! open round are on disk alone, and its mean reads one at a time.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use axum::body::Bytes;
 use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 
 use crate::IslandError;
 use crate::compression::GradientCompression;
-use crate::frame::{RoundMessage, to_bytes};
-use crate::outer::{OuterOptimizer, mean};
+use crate::frame::{RoundMessage, to_bytes, weights_digest};
+use crate::outer::{GradientSum, OuterOptimizer};
+use crate::refusal::{CoordinatorRefusal, check_magnitudes, check_names, check_terms};
 use crate::store::{CoordinatorFiles, RUN_ID};
-use crate::terms::{IslandTerms, is_name};
+use crate::terms::IslandTerms;
 
 /// Closed rounds whose outer updates are kept, for islands that were restarted.
 const RECENT: usize = 2;
 
-/// Largest magnitude of a value of an outer gradient, far above that of any weight. The outer optimizer stays finite with it.
-const MAX_MAGNITUDE: f32 = 1e18;
+/// Longest time after its deadline that a round is open for outer gradients that are being received.
+const UPLOAD: Duration = Duration::from_secs(240);
+
+/// Name of an island and id of its run.
+pub(crate) type Contributor = (String, String);
 
 /// Settings of a coordinator.
 #[derive(Clone, Debug, PartialEq)]
@@ -38,7 +45,7 @@ pub struct CoordinatorConfig {
     pub dir: PathBuf,
     /// The outer optimizer.
     pub optimizer: OuterOptimizer,
-    /// Longest time from the first contribution of a round to its close.
+    /// Longest time from the first contribution of a round to its close, without outer gradients that are being received then.
     pub deadline: Duration,
     /// Islands that the first round waits for, until its deadline.
     pub first_islands: usize,
@@ -46,15 +53,6 @@ pub struct CoordinatorConfig {
     pub max_islands: usize,
     /// Most bytes of the outer weights.
     pub max_bytes: u64,
-}
-
-/// A request that the coordinator refuses.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct CoordinatorRefusal {
-    /// Status of HTTP.
-    pub status: u16,
-    /// Evidence and remedy.
-    pub reason: String,
 }
 
 /// What an island says as it joins.
@@ -90,7 +88,7 @@ pub struct JoinAnswer {
     pub round: u64,
     /// Live islands, this one too.
     pub islands: u64,
-    /// Longest time from the first contribution of a round to its close, seconds.
+    /// Longest time from the first contribution of a round to its close, with outer gradients that are being received, seconds.
     pub deadline_s: f64,
 }
 
@@ -109,8 +107,8 @@ pub enum ContributionOutcome {
 pub enum RoundAnswer {
     /// It is open.
     Open,
-    /// It is closed, with this outer update.
-    Closed(RoundMessage),
+    /// It is closed: the frame of its outer update, and of the digest of the outer weights of its fragment after that.
+    Closed(Bytes),
     /// Its outer update is kept no more.
     Gone,
 }
@@ -121,8 +119,18 @@ pub struct Coordinator {
     config: CoordinatorConfig,
     files: CoordinatorFiles,
     inner: Mutex<CoordinatorState>,
+    /// Outer gradients that are being received, one entry for each request.
+    coming: Mutex<Vec<Contributor>>,
     /// The open round, for requests that wait for its end.
     rounds: watch::Sender<u64>,
+}
+
+/// A request with an outer gradient, whose round waits for it within a bound until this is dropped.
+#[derive(Debug)]
+#[must_use = "the outer gradient is expected until this is dropped"]
+pub struct ExpectedGradient<'a> {
+    coming: &'a Mutex<Vec<Contributor>>,
+    contributor: Contributor,
 }
 
 #[derive(Debug)]
@@ -145,27 +153,32 @@ pub(crate) struct OuterState {
     pub(crate) recent: VecDeque<ClosedRound>,
     /// Live islands and the ids of their runs.
     pub(crate) members: BTreeMap<String, String>,
-    /// Id of the run, and outer gradient, of each island that has contributed to the open round.
-    pub(crate) contributions: BTreeMap<String, (String, Vec<f32>)>,
-    /// When the first of them came.
+    /// Names of live islands that have not contributed since they joined: rounds do not wait for them.
+    pub(crate) joined: BTreeSet<String>,
+    /// Islands whose outer gradients of the open round are on disk.
+    pub(crate) contributions: BTreeSet<Contributor>,
+    /// The last round of each run that has contributed to one, by its id.
+    pub(crate) counted: BTreeMap<String, u64>,
+    /// When the first contribution of the open round came.
     pub(crate) first: Option<Instant>,
+    /// The frame of the outer weights, once an island has asked for it.
+    pub(crate) frame: Option<Bytes>,
 }
 
 #[derive(Debug)]
 pub(crate) struct ClosedRound {
     pub(crate) round: u64,
-    pub(crate) islands: BTreeMap<String, String>,
-    /// The outer update.
-    pub(crate) payload: Arc<[u8]>,
+    pub(crate) islands: BTreeSet<Contributor>,
+    /// The frame of the outer update, and of the digest of the outer weights of its fragment after that.
+    pub(crate) frame: Bytes,
 }
 
-impl CoordinatorRefusal {
-    fn conflict(reason: impl Into<String>) -> Self {
-        Self { status: 409, reason: reason.into() }
-    }
-
-    fn invalid(reason: impl Into<String>) -> Self {
-        Self { status: 422, reason: reason.into() }
+impl Drop for ExpectedGradient<'_> {
+    fn drop(&mut self) {
+        let mut coming = self.coming.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(index) = coming.iter().position(|of| *of == self.contributor) {
+            coming.swap_remove(index);
+        }
     }
 }
 
@@ -178,14 +191,12 @@ impl Coordinator {
         let files = CoordinatorFiles::open(&config.dir)?;
         let mut outer = files.load()?;
         if let Some(outer) = &mut outer {
-            // Files of a version that did not refuse them.
-            outer.contributions.retain(|name, (_, values)| check_magnitudes(name, values).is_ok());
             // Time without a coordinator does not count.
             outer.first = (!outer.contributions.is_empty()).then(Instant::now);
         }
         let (rounds, _) = watch::channel(outer.as_ref().map_or(0, |outer| outer.round));
         let inner = Mutex::new(CoordinatorState { outer, failed: None });
-        let coordinator = Self { config, files, inner, rounds };
+        let coordinator = Self { config, files, inner, coming: Mutex::default(), rounds };
         // A crash may have come between the last contribution and the close. A failure is the answer to every later request.
         if let Ok(mut inner) = coordinator.state()
             && inner.outer.as_ref().is_some_and(|outer| coordinator.is_complete(outer))
@@ -215,7 +226,7 @@ impl Coordinator {
         serde_json::json!({
             "round": outer.map(|outer| outer.round),
             "islands": outer.map(|outer| outer.members.keys().collect::<Vec<_>>()),
-            "contributed": outer.map(|outer| outer.contributions.keys().collect::<Vec<_>>()),
+            "contributed": outer.map(|outer| outer.contributions.iter().map(|(name, _)| name).collect::<Vec<_>>()),
             "terms": outer.map(|outer| &outer.terms),
             "failed": inner.failed,
         })
@@ -232,7 +243,7 @@ impl Coordinator {
             return Err(CoordinatorRefusal::invalid(fault));
         }
         let mut inner = self.state()?;
-        let deadline_s = self.config.deadline.as_secs_f64();
+        let deadline_s = (self.config.deadline + UPLOAD).as_secs_f64();
         let Some(outer) = &mut inner.outer else {
             if state.is_some() {
                 let reason = "its checkpoint has rounds of another coordinator, and this one has none; restore the directory of \
@@ -250,7 +261,9 @@ impl Coordinator {
                 state.round, state.coordinator, outer.id, outer.round
             )));
         }
-        self.enter(outer, &name, &run)?;
+        if self.enter(outer, &name, &run)? {
+            outer.joined.insert(name);
+        }
         let (coordinator, round, islands) = (outer.id.clone(), outer.round, outer.members.len() as u64);
         Ok(JoinAnswer { coordinator, round, islands, deadline_s })
     }
@@ -287,24 +300,37 @@ impl Coordinator {
             residual: vec![0.0; count],
             recent: VecDeque::new(),
             members: BTreeMap::from([(name.to_owned(), run.to_owned())]),
-            contributions: BTreeMap::new(),
+            joined: BTreeSet::new(),
+            contributions: BTreeSet::new(),
+            counted: BTreeMap::new(),
             first: None,
+            frame: None,
         };
         let saved = self.files.save_members(&outer.members).and_then(|()| self.files.save(&outer));
-        saved.map_err(|error| unwritten(&error))?;
+        saved.map_err(|error| CoordinatorRefusal::unwritten(&error))?;
         inner.outer = Some(outer);
         Ok(())
     }
 
-    /// The newest outer weights.
+    /// The frame of the newest outer weights.
     ///
     /// # Errors
     /// There are none yet.
-    pub fn weights(&self) -> Result<RoundMessage, CoordinatorRefusal> {
-        let inner = self.state()?;
-        let outer = begun(inner.outer.as_ref())?;
-        let (round, islands) = (outer.round, outer.members.len() as u64);
-        Ok(RoundMessage { round, islands, payload: to_bytes(&outer.weights) })
+    pub fn weights(&self) -> Result<Bytes, CoordinatorRefusal> {
+        let mut inner = self.state()?;
+        let OuterState { round, weights, recent, frame, .. } = begun_mut(inner.outer.as_mut())?;
+        let islands = recent.back().map_or(1, |closed| closed.islands.len() as u64);
+        let frame = frame.get_or_insert_with(|| {
+            RoundMessage { round: *round, islands, payload: to_bytes(weights) }.to_frame().into()
+        });
+        Ok(frame.clone())
+    }
+
+    /// The island `name` begins to send an outer gradient. The open round waits for it, within a bound, until the result is dropped.
+    pub fn expect(&self, name: &str, run: &str) -> ExpectedGradient<'_> {
+        let contributor = (name.to_owned(), run.to_owned());
+        self.coming.lock().unwrap_or_else(PoisonError::into_inner).push(contributor.clone());
+        ExpectedGradient { coming: &self.coming, contributor }
     }
 
     /// The outer gradient of an island. It is on disk when this returns.
@@ -319,36 +345,42 @@ impl Coordinator {
         message: &RoundMessage,
     ) -> Result<ContributionOutcome, CoordinatorRefusal> {
         check_names(name, run)?;
-        let mut inner = self.state()?;
-        let outer = begun_mut(inner.outer.as_mut())?;
+        let unwritten = |error: IslandError| CoordinatorRefusal::unwritten(&error);
         let RoundMessage { round, payload, .. } = message;
-        if *round > outer.round {
+        let (open, terms) = {
+            let inner = self.state()?;
+            let outer = begun(inner.outer.as_ref())?;
+            (outer.round, outer.terms.clone())
+        };
+        if *round > open {
             return Err(CoordinatorRefusal::conflict(format!(
-                "it is at round {round}, and round {} is open here; restore the directory of the coordinator",
-                outer.round
+                "it is at round {round}, and round {open} is open here; restore the directory of the coordinator"
             )));
         }
-        let fragment = outer.terms.fragment(*round);
-        let values = outer.terms.compression.decode(payload, fragment.len());
-        let values = values.map_err(|error| CoordinatorRefusal::invalid(error.to_string()))?;
-        check_magnitudes(name, &values)?;
-        if *round < outer.round {
-            let mut closed = outer.recent.iter();
-            let is_in = closed
-                .any(|closed| closed.round == *round && closed.islands.get(name).is_some_and(|of| of == run));
-            self.enter(outer, name, run)?;
-            return Ok(if is_in { ContributionOutcome::Counted } else { ContributionOutcome::Late });
-        }
+        // Without the lock: both take long, and other requests need not wait for them.
+        let values = terms.compression.decode(payload, terms.fragment(*round).len());
+        check_magnitudes(name, &values.map_err(|error| CoordinatorRefusal::invalid(error.to_string()))?)?;
+        let contributor = (name.to_owned(), run.to_owned());
+        let staged = (*round == open)
+            .then(|| self.files.stage_contribution(*round, &contributor, payload).map_err(unwritten))
+            .transpose()?;
+        let mut inner = self.state()?;
+        let outer = begun_mut(inner.outer.as_mut())?;
         self.enter(outer, name, run)?;
-        if let Some((of, _)) = outer.contributions.get(name) {
-            if of != run {
-                return Err(name_taken(name));
-            }
+        outer.joined.remove(name);
+        let Some(staged) = staged.filter(|_| *round == outer.round) else {
+            let is_in = match outer.recent.iter().find(|closed| closed.round == *round) {
+                Some(closed) => closed.islands.contains(&contributor),
+                // An island takes its rounds in their order, and goes back only with a resume, which sends what it sent before.
+                None => outer.counted.get(run).is_some_and(|last| last >= round),
+            };
+            return Ok(if is_in { ContributionOutcome::Counted } else { ContributionOutcome::Late });
+        };
+        if outer.contributions.contains(&contributor) {
             return Ok(ContributionOutcome::Counted);
         }
-        let saved = self.files.save_contribution(*round, name, run, payload);
-        saved.map_err(|error| unwritten(&error))?;
-        outer.contributions.insert(name.to_owned(), (run.to_owned(), values));
+        self.files.admit(&staged).map_err(unwritten)?;
+        outer.contributions.insert(contributor);
         outer.first.get_or_insert_with(Instant::now);
         if self.is_complete(outer) {
             self.close(&mut inner)?;
@@ -366,13 +398,8 @@ impl Coordinator {
         if round >= outer.round {
             return Ok(RoundAnswer::Open);
         }
-        let message = |closed: &ClosedRound| RoundMessage {
-            round,
-            islands: closed.islands.len() as u64,
-            payload: closed.payload.to_vec(),
-        };
         let closed = outer.recent.iter().find(|closed| closed.round == round);
-        Ok(closed.map_or(RoundAnswer::Gone, |closed| RoundAnswer::Closed(message(closed))))
+        Ok(closed.map_or(RoundAnswer::Gone, |closed| RoundAnswer::Closed(closed.frame.clone())))
     }
 
     /// An island leaves. What it has contributed stays in the round.
@@ -386,24 +413,23 @@ impl Coordinator {
             return Ok(());
         }
         outer.members.remove(name);
-        self.files.save_members(&outer.members).map_err(|error| unwritten(&error))?;
+        outer.joined.remove(name);
+        let saved = self.files.save_members(&outer.members);
+        saved.map_err(|error| CoordinatorRefusal::unwritten(&error))?;
         if self.is_complete(outer) {
             self.close(&mut inner)?;
         }
         Ok(())
     }
 
-    /// Closes the open round if its deadline is over.
+    /// Closes the open round if its deadline is over, or if it waited only for requests that have ended without an outer gradient.
     ///
     /// # Errors
     /// The files cannot be written.
     pub fn close_if_due(&self) -> Result<(), CoordinatorRefusal> {
         let mut inner = self.state()?;
-        let first = inner.outer.as_ref().and_then(|outer| outer.first);
-        if first.is_none_or(|first| first.elapsed() < self.config.deadline) {
-            return Ok(());
-        }
-        self.close(&mut inner)
+        let is_due = inner.outer.as_ref().is_some_and(|outer| self.is_complete(outer) || self.is_due(outer));
+        if is_due { self.close(&mut inner) } else { Ok(()) }
     }
 
     fn state(&self) -> Result<MutexGuard<'_, CoordinatorState>, CoordinatorRefusal> {
@@ -414,59 +440,89 @@ impl Coordinator {
         }
     }
 
-    /// Makes an island live.
-    fn enter(&self, outer: &mut OuterState, name: &str, run: &str) -> Result<(), CoordinatorRefusal> {
+    /// Makes an island live. Whether it was not.
+    fn enter(&self, outer: &mut OuterState, name: &str, run: &str) -> Result<bool, CoordinatorRefusal> {
         match outer.members.get(name) {
-            Some(of) if of == run => return Ok(()),
-            Some(_) => return Err(name_taken(name)),
+            Some(of) if of == run => return Ok(false),
+            Some(_) => return Err(CoordinatorRefusal::name_taken(name)),
             None => {}
         }
         let (live, most) = (outer.members.len(), self.config.max_islands);
         if live >= most {
             let reason = format!("{live} islands are live, at most {most} may be; raise `--max-islands`");
-            return Err(CoordinatorRefusal { status: 409, reason });
+            return Err(CoordinatorRefusal::conflict(reason));
         }
         let mut members = outer.members.clone();
         members.insert(name.to_owned(), run.to_owned());
-        self.files.save_members(&members).map_err(|error| unwritten(&error))?;
+        self.files.save_members(&members).map_err(|error| CoordinatorRefusal::unwritten(&error))?;
         outer.members = members;
-        Ok(())
+        Ok(true)
     }
 
-    /// Whether all islands that the open round waits for have contributed to it.
+    /// Whether all islands that the open round waits for have contributed to it, and no other live one is about to.
     fn is_complete(&self, outer: &OuterState) -> bool {
         let expected = if outer.round == 0 { self.config.first_islands } else { 1 };
-        let contributions = &outer.contributions;
+        let OuterState { members, joined, contributions, .. } = outer;
         contributions.len() >= expected.max(1)
-            && outer.members.keys().all(|name| contributions.contains_key(name))
+            && members.iter().all(|(name, run)| {
+                joined.contains(name) || contributions.contains(&(name.clone(), run.clone()))
+            })
+            && !self.receives(outer)
+    }
+
+    /// Whether the deadline of the open round is over.
+    fn is_due(&self, outer: &OuterState) -> bool {
+        let Some(waited) = outer.first.map(|first| first.elapsed()) else { return false };
+        let deadline = self.config.deadline;
+        waited >= deadline && (waited >= deadline + UPLOAD || !self.receives(outer))
+    }
+
+    /// Whether an outer gradient of a live island is being received that the open round does not have yet.
+    fn receives(&self, outer: &OuterState) -> bool {
+        let coming = self.coming.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_missing =
+            |of: &Contributor| outer.members.get(&of.0) == Some(&of.1) && !outer.contributions.contains(of);
+        coming.iter().any(is_missing)
+    }
+
+    /// The mean of the outer gradients of the open round, `[values of its fragment]`.
+    fn mean(&self, outer: &OuterState) -> Result<Vec<f32>, IslandError> {
+        let len = outer.terms.fragment(outer.round).len();
+        let mut sum = GradientSum::new(len);
+        for contributor in &outer.contributions {
+            let bytes = self.files.contribution(outer.round, contributor)?;
+            sum.add(&outer.terms.compression.decode(&bytes, len)?);
+        }
+        Ok(sum.mean())
     }
 
     /// Closes the open round with the contributions that it has.
     fn close(&self, inner: &mut CoordinatorState) -> Result<(), CoordinatorRefusal> {
         let Some(outer) = inner.outer.as_mut() else { return Ok(()) };
         let (round, fragment) = (outer.round, outer.terms.fragment(outer.round));
-        let contributions = std::mem::take(&mut outer.contributions);
-        outer.first = None;
-        let (islands, values): (BTreeMap<_, _>, Vec<_>) = {
-            let named = contributions.into_iter().map(|(name, (run, values))| ((name, run), values));
-            let (names, values): (Vec<_>, Vec<_>) = named.unzip();
-            (names.into_iter().collect(), values)
-        };
-        let update = self.config.optimizer.update(&mean(&values), &mut outer.momentum[fragment.clone()]);
-        let encoded = outer.terms.compression.encode_with(&update, &mut outer.residual[fragment.clone()]);
-        let (payload, applied) = match encoded {
+        let encoded = self.mean(outer).and_then(|mean| {
+            let update = self.config.optimizer.update(&mean, &mut outer.momentum[fragment.clone()]);
+            outer.terms.compression.encode_with(&update, &mut outer.residual[fragment.clone()])
+        });
+        let (mut payload, applied) = match encoded {
             Ok(encoded) => encoded,
             Err(error) => {
                 inner.failed = Some(error.to_string());
-                return Err(CoordinatorRefusal { status: 503, reason: error.to_string() });
+                return Err(CoordinatorRefusal::unwritten(&error));
             }
         };
-        for (weight, applied) in outer.weights[fragment].iter_mut().zip(applied) {
+        for (weight, applied) in outer.weights[fragment.clone()].iter_mut().zip(applied) {
             *weight -= applied;
         }
+        payload.extend(weights_digest(&outer.weights[fragment]));
+        let islands = std::mem::take(&mut outer.contributions);
+        outer.counted.extend(islands.iter().map(|(_, run)| (run.clone(), round)));
+        (outer.first, outer.frame) = (None, None);
+        outer.joined.clear();
         // Those that have not contributed are late or dead.
-        outer.members.retain(|name, _| islands.contains_key(name));
-        outer.recent.push_back(ClosedRound { round, islands, payload: payload.into() });
+        outer.members.retain(|name, run| islands.contains(&(name.clone(), run.clone())));
+        let frame = RoundMessage { round, islands: islands.len() as u64, payload }.to_frame().into();
+        outer.recent.push_back(ClosedRound { round, islands, frame });
         while outer.recent.len() > RECENT {
             outer.recent.pop_front();
         }
@@ -490,47 +546,6 @@ pub fn new_id() -> String {
     // Without a random source ids are equal, and two runs of one name are taken for one.
     let _ = getrandom::fill(&mut bytes);
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
-}
-
-fn check_names(name: &str, run: &str) -> Result<(), CoordinatorRefusal> {
-    if !is_name(name) {
-        let reason = "names of islands are 1 to 64 letters, digits, `.`, `_` and `-`, without a dot first";
-        return Err(CoordinatorRefusal::invalid(format!("`{}`: {reason}", name.escape_debug())));
-    }
-    if run.len() != RUN_ID || !run.bytes().all(|byte| byte.is_ascii_hexdigit()) {
-        return Err(CoordinatorRefusal::invalid("the id of the run is not 32 hexadecimal digits"));
-    }
-    Ok(())
-}
-
-/// Refuses an outer gradient that would make the outer weights infinite, which no later round could mend.
-fn check_magnitudes(name: &str, values: &[f32]) -> Result<(), CoordinatorRefusal> {
-    let Some(index) = values.iter().position(|value| value.abs() > MAX_MAGNITUDE) else { return Ok(()) };
-    Err(CoordinatorRefusal::invalid(format!(
-        "value {index} of the outer gradient of island `{name}` is {:e}, and at most {MAX_MAGNITUDE:e} is taken; lower its \
-         learning rate, or resume it from an earlier checkpoint",
-        values[index]
-    )))
-}
-
-fn check_terms(ours: &IslandTerms, theirs: &IslandTerms) -> Result<(), CoordinatorRefusal> {
-    let differences = ours.differences(theirs);
-    if differences.is_empty() {
-        return Ok(());
-    }
-    let reason = format!("it has {}; islands that exchange must agree on these", differences.join("; "));
-    Err(CoordinatorRefusal::conflict(reason))
-}
-
-/// The refusal of a request whose files cannot be written now. It can be repeated.
-fn unwritten(error: &IslandError) -> CoordinatorRefusal {
-    CoordinatorRefusal { status: 503, reason: error.to_string() }
-}
-
-fn name_taken(name: &str) -> CoordinatorRefusal {
-    CoordinatorRefusal::conflict(format!(
-        "another run is live under the name `{name}`; choose another `island.name`, or wait until that run has missed a round"
-    ))
 }
 
 fn begun(outer: Option<&OuterState>) -> Result<&OuterState, CoordinatorRefusal> {

@@ -29,6 +29,17 @@ pub enum IslandError {
         /// Bytes that came.
         found: usize,
     },
+    /// An answer is of another round.
+    #[error(
+        "the coordinator answers the outer gradient of round {expected} with a message of round {found}; see that one \
+         coordinator has the address, and that all islands and it have one version of rlrun"
+    )]
+    Round {
+        /// The round of the outer gradient.
+        expected: u64,
+        /// That of the answer.
+        found: u64,
+    },
     /// Bytes differ from their digest.
     #[error(
         "{what} of {bytes} bytes is damaged: its digest differs; repeat the request, or restore the file from a copy"

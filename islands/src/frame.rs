@@ -14,6 +14,9 @@ use crate::IslandError;
 /// Bytes before the payload.
 pub const FRAME_HEAD: usize = 48;
 
+/// Bytes of a digest of weights.
+pub(crate) const WEIGHTS_DIGEST: usize = 32;
+
 /// A message of a round.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RoundMessage {
@@ -61,4 +64,9 @@ impl RoundMessage {
 #[must_use]
 pub fn to_bytes(values: &[f32]) -> Vec<u8> {
     values.iter().flat_map(|value| value.to_le_bytes()).collect()
+}
+
+/// BLAKE3 of the bytes of `values`.
+pub(crate) fn weights_digest(values: &[f32]) -> [u8; WEIGHTS_DIGEST] {
+    *blake3::hash(bytemuck::cast_slice(values)).as_bytes()
 }

@@ -7,16 +7,18 @@
 //! ```
 //!
 //! Each round exchanges one fragment of the trained values, and rounds take the fragments by turns, so that a value is exchanged
-//! every [`IslandTerms::local_steps`] steps. An outer gradient that came late has no part in any round, and the island continues from
-//! the newest outer weights; its residual stays for the next one.
+//! every [`IslandTerms::local_steps`] steps. An outer gradient that came late has no part in any round: it is added to the residual of
+//! its fragment, unless the one before came late too, and the island continues from the newest outer weights. So it does if an
+//! outer update leads to other outer weights than those of the coordinator.
 //!
 //! Invariant: at most one exchange is under way. [`Island::state`] between two steps has all that a resume needs: it sends the same
 //! outer gradient again, which counts once.
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
@@ -24,10 +26,15 @@ use crate::IslandError;
 use crate::client::{BodyBytes, CoordinatorClient};
 use crate::compression::GradientCompression;
 use crate::coordinator::{JoinAnswer, JoinedState};
-use crate::exchange::{OuterAnswer, RecordedAnswers, start};
-use crate::frame::{RoundMessage, to_bytes};
+use crate::exchange::{OuterAnswer, RecordedAnswers, newest, start, update_parts};
+use crate::frame::{RoundMessage, to_bytes, weights_digest};
 use crate::outer::norm;
 use crate::terms::IslandTerms;
+
+/// Pause between two looks at the stop flag.
+const LOOK_UP: Duration = Duration::from_millis(100);
+/// Time that the thread of an exchange may take beside its requests.
+const GRACE: Duration = Duration::from_secs(10);
 
 /// How exchanges fit between the local steps.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -53,7 +60,11 @@ pub struct Island {
     /// The outer weights, `[trained values]`.
     outer: Vec<f32>,
     residual: Vec<f32>,
+    /// Whether the last outer gradient came late.
+    was_late: bool,
     pending: Option<PendingExchange>,
+    /// Ends a wait for an answer.
+    stop: Arc<AtomicBool>,
     /// Bytes that reports have counted.
     reported: BodyBytes,
 }
@@ -84,6 +95,9 @@ pub struct IslandReport {
     pub norm: f64,
     /// Whether the outer gradient came late.
     pub is_late: bool,
+    /// Whether the newest outer weights were taken although a round has the outer gradient: its outer update is kept no more, or
+    /// leads to other outer weights than those of the coordinator.
+    pub is_replaced: bool,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -94,6 +108,8 @@ struct SavedIsland {
     terms: IslandTerms,
     round: u64,
     next: u64,
+    #[serde(default)]
+    was_late: bool,
     pending: Option<SavedExchange>,
 }
 
@@ -137,7 +153,9 @@ impl Island {
             next: step + terms.steps_per_round(),
             residual: vec![0.0; outer.len()],
             outer,
+            was_late: false,
             pending: None,
+            stop: Arc::default(),
             reported: BodyBytes::default(),
             terms,
         };
@@ -154,7 +172,7 @@ impl Island {
         schedule: IslandSchedule,
         answers: PathBuf,
         state: &[u8],
-    ) -> Result<Self, IslandError> {
+    ) -> Result<(Self, JoinAnswer), IslandError> {
         let wrong = |reason: &str| IslandError::State { reason: reason.to_owned() };
         let (saved, values) = parse(state).ok_or_else(|| wrong("is not valid"))?;
         if saved.terms != terms {
@@ -171,7 +189,7 @@ impl Island {
         let decode = |bytes| GradientCompression::None.decode(bytes, count);
         let (outer, residual) = (decode(outer)?, decode(residual)?);
         let at = JoinedState { coordinator: saved.coordinator.clone(), round: saved.round };
-        client.join(&terms, Some(at))?;
+        let answer = client.join(&terms, Some(at))?;
         let mut island = Self {
             client: Arc::new(client),
             schedule,
@@ -181,7 +199,9 @@ impl Island {
             next: saved.next,
             outer,
             residual,
+            was_late: saved.was_late,
             pending: None,
+            stop: Arc::default(),
             reported: BodyBytes::default(),
             terms,
         };
@@ -189,7 +209,13 @@ impl Island {
             let message = RoundMessage { round, islands: 1, payload: payload.to_vec() };
             island.send(message, apply_at, norm)?;
         }
-        Ok(island)
+        Ok((island, answer))
+    }
+
+    /// Ends a wait for an answer once `stop` is set. The exchange is then part of [`Self::state`].
+    #[must_use]
+    pub fn stopped_by(self, stop: Arc<AtomicBool>) -> Self {
+        Self { stop, ..self }
     }
 
     /// What it has in common with the other islands.
@@ -205,13 +231,13 @@ impl Island {
     }
 
     /// Sends an outer gradient or applies an answer after step `step`. `values`, `[trained values]`, are the trained values after it.
-    /// Returns a report if it has changed them.
+    /// Returns a report if it has changed them; a wait that is stopped changes nothing.
     ///
     /// # Errors
     /// A refusal, no answer before the deadline, or values that are not finite.
     pub fn after_step(&mut self, step: u64, values: &mut [f32]) -> Result<Option<IslandReport>, IslandError> {
         let mut report = self.apply_due(step, values)?;
-        if step >= self.next {
+        if step >= self.next && self.pending.is_none() {
             self.next = step + self.terms.steps_per_round();
             let fragment = self.terms.fragment(self.round);
             let own = &values[fragment.clone()];
@@ -235,6 +261,7 @@ impl Island {
             terms: self.terms.clone(),
             round: self.round,
             next: self.next,
+            was_late: self.was_late,
             pending: pending.map(|PendingExchange { message, apply_at, norm, .. }| SavedExchange {
                 round: message.round,
                 apply_at: *apply_at,
@@ -262,7 +289,7 @@ impl Island {
     }
 
     fn send(&mut self, message: RoundMessage, apply_at: u64, norm: f64) -> Result<(), IslandError> {
-        let answer = match self.answers.find(apply_at, message.round) {
+        let answer = match self.answers.find(&self.terms, apply_at, message.round) {
             Some(_) => None,
             None => Some(start(&self.client, &self.terms, message.clone())?),
         };
@@ -276,35 +303,73 @@ impl Island {
         let clock = Instant::now();
         let round = pending.message.round;
         let answer = match &pending.answer {
-            None => self.answers.find(pending.apply_at, round).ok_or(IslandError::Ended { round })?,
+            None => self.answers.find(&self.terms, pending.apply_at, round),
             Some(receiver) => {
-                // The thread has a deadline for each of its requests; this is longer than them together.
-                let received = receiver.recv_timeout(self.client.wait() * 4);
-                let answer = match received {
-                    Ok(answer) => answer?,
-                    Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {
-                        return Err(IslandError::Ended { round });
-                    }
+                let Some(answer) = self.received(round, receiver)? else {
+                    // A checkpoint of this step has no answer: the next step applies it, and its file is kept for that one.
+                    self.pending = Some(PendingExchange { apply_at: step + 1, ..pending });
+                    return Ok(None);
                 };
+                let answer = self.compared(answer)?;
                 self.answers.record(pending.apply_at, round, &answer)?;
-                answer
+                Some(answer)
             }
         };
+        let answer = answer.ok_or(IslandError::Ended { round })?;
         let wait_s = clock.elapsed().as_secs_f64();
-        let is_late = matches!(answer, OuterAnswer::Newest(_));
+        let is_late = matches!(answer, OuterAnswer::Late(_));
+        let is_replaced = matches!(answer, OuterAnswer::Newest(_));
+        if is_late && !self.was_late {
+            let fragment = self.terms.fragment(round);
+            let sent = self.terms.compression.decode(&pending.message.payload, fragment.len())?;
+            self.residual[fragment].iter_mut().zip(sent).for_each(|(residual, sent)| *residual += sent);
+        }
+        self.was_late = is_late;
         let islands = self.apply(step, answer, values)?;
         let (bytes, before) = (self.client.bytes(), self.reported);
         self.reported = bytes;
         let bytes = BodyBytes { sent: bytes.sent - before.sent, received: bytes.received - before.received };
-        Ok(Some(IslandReport { round: self.round, islands, bytes, wait_s, norm: pending.norm, is_late }))
+        let (round, norm) = (self.round, pending.norm);
+        Ok(Some(IslandReport { round, islands, bytes, wait_s, norm, is_late, is_replaced }))
+    }
+
+    /// The answer of the thread that `receiver` belongs to; `None` if it is stopped before.
+    fn received(
+        &self,
+        round: u64,
+        receiver: &Receiver<Result<OuterAnswer, IslandError>>,
+    ) -> Result<Option<OuterAnswer>, IslandError> {
+        // The thread has a deadline for each of its requests; this is longer than them together.
+        let (begun, longest) = (Instant::now(), self.client.wait() * 4 + GRACE);
+        loop {
+            match receiver.recv_timeout(LOOK_UP) {
+                Ok(answer) => return answer.map(Some),
+                Err(RecvTimeoutError::Timeout) if self.stop.load(Ordering::Relaxed) => return Ok(None),
+                Err(RecvTimeoutError::Timeout) if begun.elapsed() < longest => {}
+                Err(_) => return Err(IslandError::Ended { round }),
+            }
+        }
+    }
+
+    /// `answer`, or the newest outer weights if it leads to others than those of the coordinator.
+    fn compared(&self, answer: OuterAnswer) -> Result<OuterAnswer, IslandError> {
+        let OuterAnswer::Update(update) = &answer else { return Ok(answer) };
+        let (values, expected) = update_parts(&self.terms, update)?;
+        let outer = self.outer[self.terms.fragment(update.round)].iter().zip(values);
+        let after: Vec<f32> = outer.map(|(outer, update)| outer - update).collect();
+        if weights_digest(&after) == expected {
+            return Ok(answer);
+        }
+        newest(&self.client, &self.terms, update.round).map(OuterAnswer::Newest)
     }
 
     /// Applies `answer`. Returns the islands of its round.
     fn apply(&mut self, step: u64, answer: OuterAnswer, values: &mut [f32]) -> Result<u64, IslandError> {
         match answer {
-            OuterAnswer::Update(RoundMessage { round, islands, payload }) => {
+            OuterAnswer::Update(message) => {
+                let RoundMessage { round, islands, .. } = message;
                 let fragment = self.terms.fragment(round);
-                let update = self.terms.compression.decode(&payload, fragment.len())?;
+                let (update, _) = update_parts(&self.terms, &message)?;
                 let outer = &mut self.outer[fragment.clone()];
                 outer.iter_mut().zip(update).for_each(|(outer, update)| *outer -= update);
                 let weight = self.schedule.local_weight;
@@ -314,7 +379,8 @@ impl Island {
                 self.round = round + 1;
                 Ok(islands)
             }
-            OuterAnswer::Newest(RoundMessage { round, islands, payload }) => {
+            OuterAnswer::Late(message) | OuterAnswer::Newest(message) => {
+                let RoundMessage { round, islands, payload } = message;
                 self.outer = GradientCompression::None.decode(&payload, self.terms.values())?;
                 values.copy_from_slice(&self.outer);
                 self.round = round;

@@ -11,7 +11,8 @@
 //!
 //! # Layout
 //! - [`terms`]: what all islands must have in common; [`compression`]: the values of a message, and the residual of what it lost
-//! - [`outer`]: the outer optimizer; [`coordinator`]: rounds, members and contributions; `store`: its files
+//! - [`outer`]: the outer optimizer; [`coordinator`]: rounds, members and contributions; [`refusal`]: what it refuses; `store`: its
+//!   files
 //! - [`server`] and [`client`]: the coordinator over HTTP; [`frame`]: a body with its digest
 //! - [`island`]: local steps and exchanges of one island; [`exchange`]: one exchange beside the local steps
 //!
@@ -28,6 +29,7 @@ pub mod exchange;
 pub mod frame;
 pub mod island;
 pub mod outer;
+pub mod refusal;
 pub mod server;
 mod store;
 pub mod terms;

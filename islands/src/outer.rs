@@ -38,13 +38,32 @@ impl OuterOptimizer {
     }
 }
 
-/// The mean of `contributions`, `[values]` each, in their order.
-#[must_use]
-pub fn mean(contributions: &[Vec<f32>]) -> Vec<f32> {
-    let len = contributions.first().map_or(0, Vec::len);
-    let count = contributions.len() as f64;
-    let of = |index: usize| contributions.iter().map(|values| f64::from(values[index])).sum::<f64>() / count;
-    (0..len).map(|index| of(index) as f32).collect()
+/// The sum of outer gradients in f64, in the order in which they were added.
+#[derive(Clone, Debug)]
+pub struct GradientSum {
+    sum: Vec<f64>,
+    count: u64,
+}
+
+impl GradientSum {
+    /// The sum of no outer gradients of `len` values.
+    #[must_use]
+    pub fn new(len: usize) -> Self {
+        Self { sum: vec![0.0; len], count: 0 }
+    }
+
+    /// Adds `gradient`, `[values]`.
+    pub fn add(&mut self, gradient: &[f32]) {
+        self.sum.iter_mut().zip(gradient).for_each(|(sum, value)| *sum += f64::from(*value));
+        self.count += 1;
+    }
+
+    /// The mean, `[values]`; zeros without any.
+    #[must_use]
+    pub fn mean(&self) -> Vec<f32> {
+        let count = self.count.max(1) as f64;
+        self.sum.iter().map(|sum| (sum / count) as f32).collect()
+    }
 }
 
 /// The norm of `values`, `[values]`.

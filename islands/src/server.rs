@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
-use axum::body::to_bytes;
+use axum::body::{Bytes, to_bytes};
 use axum::extract::{DefaultBodyLimit, Path, Request, State};
 use axum::http::{StatusCode, header};
 use axum::middleware::Next;
@@ -31,8 +31,9 @@ use tokio::task::JoinSet;
 use tokio_rustls::TlsAcceptor;
 
 use crate::IslandError;
-use crate::coordinator::{Coordinator, CoordinatorRefusal, IslandJoin, RoundAnswer};
+use crate::coordinator::{Coordinator, IslandJoin, RoundAnswer};
 use crate::frame::{FRAME_HEAD, RoundMessage};
+use crate::refusal::CoordinatorRefusal;
 use crate::terms::IslandTerms;
 
 /// Longest body without values, bytes.
@@ -41,6 +42,8 @@ pub(crate) const MAX_JSON: usize = 64 << 10;
 const BODY_TIME: Duration = Duration::from_secs(1800);
 /// Most bodies with values in memory.
 const MAX_READ: usize = 16;
+/// Longest wait of a request with values until one of these has ended.
+const READ_WAIT: Duration = Duration::from_secs(60);
 /// Longest wait of a request for the end of a round.
 const ROUND_WAIT: Duration = Duration::from_secs(10);
 /// Time between two looks at the deadline of a round.
@@ -168,8 +171,8 @@ fn json(body: &impl serde::Serialize) -> Response {
     ([(header::CONTENT_TYPE, "application/json")], body).into_response()
 }
 
-fn frame(message: &RoundMessage) -> Response {
-    ([(header::CONTENT_TYPE, "application/octet-stream")], message.to_frame()).into_response()
+fn frame(bytes: Bytes) -> Response {
+    ([(header::CONTENT_TYPE, "application/octet-stream")], bytes).into_response()
 }
 
 fn refusal(status: u16, reason: impl Into<String>) -> CoordinatorRefusal {
@@ -214,7 +217,8 @@ impl ServedCoordinator {
         handle: impl FnOnce(&Coordinator, RoundMessage) -> Result<R, CoordinatorRefusal> + Send + 'static,
     ) -> Result<R, CoordinatorRefusal> {
         let busy = || refusal(503, format!("{MAX_READ} bodies are being received; try again"));
-        let _permit = self.bodies.acquire().await.map_err(|_| busy())?;
+        let permit = tokio::time::timeout(READ_WAIT, self.bodies.acquire()).await;
+        let _permit = permit.map_err(|_| busy())?.map_err(|_| busy())?;
         let limit = usize::try_from(limit).unwrap_or(usize::MAX).saturating_add(FRAME_HEAD);
         let body = self.body(request, limit).await?;
         self.blocking(move |coordinator| {
@@ -234,8 +238,8 @@ impl ServedCoordinator {
     }
 }
 
-async fn status(State(served): CoordinatorOfRequest) -> Response {
-    json(&served.coordinator.status())
+async fn status(State(served): CoordinatorOfRequest) -> IslandResponse {
+    Ok(json(&served.blocking(|coordinator| Ok(coordinator.status())).await?))
 }
 
 async fn join(State(served): CoordinatorOfRequest, request: Request) -> IslandResponse {
@@ -255,7 +259,7 @@ async fn leave(State(served): CoordinatorOfRequest, request: Request) -> IslandR
 }
 
 async fn weights(State(served): CoordinatorOfRequest) -> IslandResponse {
-    Ok(frame(&served.blocking(Coordinator::weights).await?))
+    Ok(frame(served.blocking(Coordinator::weights).await?))
 }
 
 /// The payload of the message is the length of the terms in 8 bytes, the terms as JSON, and the values.
@@ -287,6 +291,8 @@ async fn contribute(
     request: Request,
 ) -> IslandResponse {
     let limit = served.coordinator.max_bytes();
+    // Until the answer: the wait for its turn and the body count as one.
+    let _coming = served.coordinator.expect(&name, &run);
     let outcome = served
         .message(request, limit, move |coordinator, message| coordinator.contribute(&name, &run, &message));
     Ok(json(&outcome.await?))
@@ -298,7 +304,7 @@ async fn round(State(served): CoordinatorOfRequest, Path(number): Path<u64>) -> 
     let _ = tokio::time::timeout(ROUND_WAIT, rounds.wait_for(|open| *open > number)).await;
     match served.blocking(move |coordinator| coordinator.round(number)).await? {
         RoundAnswer::Open => Ok(StatusCode::ACCEPTED.into_response()),
-        RoundAnswer::Closed(message) => Ok(frame(&message)),
+        RoundAnswer::Closed(bytes) => Ok(frame(bytes)),
         RoundAnswer::Gone => Err(refusal(410, format!("the outer update of round {number} is kept no more"))),
     }
 }

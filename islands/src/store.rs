@@ -4,7 +4,8 @@
 //! DIR/lock                          locked by the process that serves the directory
 //! DIR/state.bin                     round, terms, outer weights, momentum, residual, and the last outer updates
 //! DIR/members.json                  the live islands
-//! DIR/contributions/ROUND-NAME.bin  outer gradients of the open round
+//! DIR/contributions/ROUND-RUN-NAME.bin  outer gradients of the open round
+//! DIR/contributions/N.partial       outer gradients that are in no round yet
 //! ```
 //!
 //! `state.bin` is the digest of what follows, the length of a header, the header as JSON, and the values.
@@ -12,16 +13,18 @@
 //! Invariant: a file is replaced by a rename after its successor is on disk, so a crash leaves the old one or the new one. A damaged
 //! file is an error and never a state.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::fs::{self, File, TryLockError};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use serde::{Deserialize, Serialize};
 
 use crate::IslandError;
-use crate::coordinator::{ClosedRound, OuterState};
-use crate::frame::RoundMessage;
+use crate::coordinator::{ClosedRound, Contributor, OuterState};
+use crate::frame::{FRAME_HEAD, RoundMessage};
+use crate::refusal::check_magnitudes;
 use crate::terms::{IslandTerms, is_name};
 
 /// Version of the layout of the files.
@@ -34,6 +37,22 @@ pub(crate) const RUN_ID: usize = 32;
 pub(crate) struct CoordinatorFiles {
     dir: PathBuf,
     _lock: File,
+    /// Number of contributions that were written.
+    staged: AtomicU64,
+}
+
+/// A contribution on disk that is in no round yet. Its file is removed, unless [`CoordinatorFiles::admit`] has renamed it.
+#[derive(Debug)]
+pub(crate) struct StagedContribution {
+    partial: PathBuf,
+    path: PathBuf,
+}
+
+impl Drop for StagedContribution {
+    fn drop(&mut self) {
+        // There is none after a rename; another is removed at the next start.
+        let _ = fs::remove_file(&self.partial);
+    }
 }
 
 #[derive(Serialize, Deserialize)]
@@ -43,12 +62,18 @@ struct StateHeader {
     round: u64,
     terms: IslandTerms,
     recent: Vec<RecentRound>,
+    #[serde(default)]
+    counted: BTreeMap<String, u64>,
 }
 
 #[derive(Serialize, Deserialize)]
 struct RecentRound {
     round: u64,
+    /// The contributors in files whose rounds have one run of each name.
+    #[serde(default, skip_serializing)]
     islands: BTreeMap<String, String>,
+    #[serde(default)]
+    contributors: BTreeSet<Contributor>,
     bytes: usize,
 }
 
@@ -63,7 +88,11 @@ impl CoordinatorFiles {
         let path = dir.join("lock");
         let lock = File::create(&path).map_err(IslandError::file("open", &path))?;
         match lock.try_lock() {
-            Ok(()) => Ok(Self { dir: dir.to_owned(), _lock: lock }),
+            Ok(()) => {
+                let files = Self { dir: dir.to_owned(), _lock: lock, staged: AtomicU64::new(0) };
+                files.remove_staged()?;
+                Ok(files)
+            }
             Err(TryLockError::WouldBlock) => {
                 let reason = "another coordinator has it open; end that one, or name another directory";
                 Err(IslandError::Directory { path: dir.to_owned(), reason: reason.to_owned() })
@@ -97,8 +126,9 @@ impl CoordinatorFiles {
     pub(crate) fn save(&self, state: &OuterState) -> Result<(), IslandError> {
         let recent = |closed: &ClosedRound| RecentRound {
             round: closed.round,
-            islands: closed.islands.clone(),
-            bytes: closed.payload.len(),
+            islands: BTreeMap::new(),
+            contributors: closed.islands.clone(),
+            bytes: closed.frame.len() - FRAME_HEAD,
         };
         let header = StateHeader {
             format: FORMAT,
@@ -106,12 +136,13 @@ impl CoordinatorFiles {
             round: state.round,
             terms: state.terms.clone(),
             recent: state.recent.iter().map(recent).collect(),
+            counted: state.counted.clone(),
         };
         let header = serde_json::to_vec(&header).unwrap_or_default();
         let length = (header.len() as u64).to_le_bytes();
         let values =
             [&state.weights, &state.momentum, &state.residual].map(|values| bytemuck::cast_slice(values));
-        let payloads = state.recent.iter().map(|closed| &closed.payload[..]);
+        let payloads = state.recent.iter().map(|closed| &closed.frame[FRAME_HEAD..]);
         let parts: Vec<&[u8]> = [&length[..], &header].into_iter().chain(values).chain(payloads).collect();
         let mut hasher = blake3::Hasher::new();
         for part in &parts {
@@ -131,20 +162,41 @@ impl CoordinatorFiles {
         replace(&self.dir.join("members.json"), &[&json])
     }
 
-    /// Writes a contribution to round `round`.
+    /// Writes a contribution to round `round`, which is not in it before [`Self::admit`].
     ///
     /// # Errors
     /// The file system refuses.
-    pub(crate) fn save_contribution(
+    pub(crate) fn stage_contribution(
         &self,
         round: u64,
-        name: &str,
-        run: &str,
+        contributor: &Contributor,
         bytes: &[u8],
-    ) -> Result<(), IslandError> {
-        let payload = [run.as_bytes(), bytes].concat();
+    ) -> Result<StagedContribution, IslandError> {
+        // Requests that repeat one another write at the same time.
+        let number = self.staged.fetch_add(1, Ordering::Relaxed);
+        let partial = self.contributions().join(format!("{number}.partial"));
+        let staged = StagedContribution { partial, path: self.contribution_path(round, contributor) };
+        let payload = [contributor.1.as_bytes(), bytes].concat();
         let frame = RoundMessage { round, islands: 1, payload }.to_frame();
-        replace(&self.contributions().join(format!("{round}-{name}.bin")), &[&frame])
+        write_synced(&staged.partial, &[&frame]).map_err(IslandError::file("write", &staged.partial))?;
+        Ok(staged)
+    }
+
+    /// Puts a contribution in its round.
+    ///
+    /// # Errors
+    /// The file system refuses.
+    pub(crate) fn admit(&self, staged: &StagedContribution) -> Result<(), IslandError> {
+        let StagedContribution { partial, path } = staged;
+        rename_synced(partial, path).map_err(IslandError::file("write", path))
+    }
+
+    /// The bytes of a contribution to round `round`.
+    ///
+    /// # Errors
+    /// A file that cannot be read, or is damaged.
+    pub(crate) fn contribution(&self, round: u64, contributor: &Contributor) -> Result<Vec<u8>, IslandError> {
+        read_contribution(&self.contribution_path(round, contributor)).map(|(_, bytes)| bytes)
     }
 
     fn state(&self) -> PathBuf {
@@ -153,6 +205,10 @@ impl CoordinatorFiles {
 
     fn contributions(&self) -> PathBuf {
         self.dir.join("contributions")
+    }
+
+    fn contribution_path(&self, round: u64, (name, run): &Contributor) -> PathBuf {
+        self.contributions().join(format!("{round}-{run}-{name}.bin"))
     }
 
     fn members(&self) -> Result<BTreeMap<String, String>, IslandError> {
@@ -165,31 +221,50 @@ impl CoordinatorFiles {
         }
     }
 
-    /// Files of contributions with their rounds and names.
+    /// Files of contributions with their rounds, and the rest of their names without the ending.
     fn listed(&self) -> Result<Vec<(PathBuf, u64, String)>, IslandError> {
         let dir = self.contributions();
         let entries = fs::read_dir(&dir).map_err(IslandError::file("list", &dir))?;
         let entry = |entry: io::Result<fs::DirEntry>| {
             let path = entry.ok()?.path();
-            let (round, name) = path.file_name()?.to_str()?.strip_suffix(".bin")?.split_once('-')?;
-            let (round, name) = (round.parse().ok()?, name.to_owned());
-            is_name(&name).then_some((path, round, name))
+            let (round, rest) = path.file_name()?.to_str()?.strip_suffix(".bin")?.split_once('-')?;
+            let (round, rest) = (round.parse().ok()?, rest.to_owned());
+            Some((path, round, rest))
         };
         Ok(entries.filter_map(entry).collect())
     }
 
     fn load_contributions(&self, state: &mut OuterState) -> Result<(), IslandError> {
-        for (path, round, name) in self.listed()? {
+        for (path, round, rest) in self.listed()? {
             if round != state.round {
                 continue;
             }
-            let frame = fs::read(&path).map_err(IslandError::file("read", &path))?;
-            let damaged = |_| IslandError::Damaged { what: path.display().to_string(), bytes: 0 };
-            let message = RoundMessage::from_frame(frame).map_err(damaged)?;
-            let (run, bytes) = message.payload.split_at_checked(RUN_ID).unwrap_or_default();
-            let values = state.terms.compression.decode(bytes, state.terms.fragment(round).len())?;
-            let run = String::from_utf8_lossy(run).into_owned();
-            state.contributions.insert(name, (run, values));
+            let (run, bytes) = read_contribution(&path)?;
+            // Files of a version that had one run of a name in a round are called without it.
+            let name = rest.strip_prefix(&run).and_then(|rest| rest.strip_prefix('-')).unwrap_or(&rest);
+            let values = state.terms.compression.decode(&bytes, state.terms.fragment(round).len())?;
+            // And of one that did not refuse such values.
+            if !is_name(name) || check_magnitudes(name, &values).is_err() {
+                continue;
+            }
+            let contributor = (name.to_owned(), run);
+            let expected = self.contribution_path(round, &contributor);
+            if path != expected {
+                fs::rename(&path, &expected).map_err(IslandError::file("rename", &path))?;
+            }
+            state.contributions.insert(contributor);
+        }
+        Ok(())
+    }
+
+    /// Removes what a crash has left of contributions that were in no round.
+    fn remove_staged(&self) -> Result<(), IslandError> {
+        let dir = self.contributions();
+        let entries = fs::read_dir(&dir).map_err(IslandError::file("list", &dir))?;
+        for path in entries.filter_map(|entry| Some(entry.ok()?.path())) {
+            if path.extension().is_some_and(|end| end == "partial") {
+                fs::remove_file(&path).map_err(IslandError::file("remove", &path))?;
+            }
         }
         Ok(())
     }
@@ -228,13 +303,44 @@ fn parse(bytes: &[u8]) -> Option<OuterState> {
         Some(bytes.as_chunks::<4>().0.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect::<Vec<_>>())
     };
     let (weights, momentum, residual) = (values()?, values()?, values()?);
-    let recent = header.recent.into_iter().map(|RecentRound { round, islands, bytes }| {
-        Some(ClosedRound { round, islands, payload: take(bytes)?.into() })
+    let recent = header.recent.into_iter().map(|RecentRound { round, islands, contributors, bytes }| {
+        let islands: BTreeSet<Contributor> = islands.into_iter().chain(contributors).collect();
+        let message = RoundMessage { round, islands: islands.len() as u64, payload: take(bytes)?.to_vec() };
+        Some(ClosedRound { round, islands, frame: message.to_frame().into() })
     });
-    let recent = recent.collect::<Option<VecDeque<_>>>()?;
-    let (members, contributions, first) = (BTreeMap::new(), BTreeMap::new(), None);
-    let StateHeader { id, round, terms, .. } = StateHeader { recent: Vec::new(), ..header };
-    Some(OuterState { id, terms, round, weights, momentum, residual, recent, members, contributions, first })
+    let mut recent = recent.collect::<Option<VecDeque<_>>>()?;
+    let StateHeader { id, round, terms, mut counted, .. } = StateHeader { recent: Vec::new(), ..header };
+    // Files of a version that did not write it.
+    for closed in &recent {
+        counted.extend(closed.islands.iter().map(|(_, run)| (run.clone(), closed.round)));
+    }
+    // Outer updates of a version without the digest of the outer weights: islands take the newest ones instead.
+    recent.retain(|closed| closed.frame.len() == FRAME_HEAD + terms.update_bytes(closed.round));
+    Some(OuterState {
+        id,
+        terms,
+        round,
+        weights,
+        momentum,
+        residual,
+        recent,
+        members: BTreeMap::new(),
+        joined: BTreeSet::new(),
+        contributions: BTreeSet::new(),
+        counted,
+        first: None,
+        frame: None,
+    })
+}
+
+/// The id of the run and the bytes in the file of a contribution.
+fn read_contribution(path: &Path) -> Result<(String, Vec<u8>), IslandError> {
+    let frame = fs::read(path).map_err(IslandError::file("read", path))?;
+    let bytes = frame.len();
+    let damaged = |_| IslandError::Damaged { what: path.display().to_string(), bytes };
+    let mut run = RoundMessage::from_frame(frame).map_err(damaged)?.payload;
+    let values = run.split_off(RUN_ID.min(run.len()));
+    Ok((String::from_utf8_lossy(&run).into_owned(), values))
 }
 
 /// Writes `parts` to a file beside `path`, which is then renamed to it.
@@ -242,12 +348,19 @@ pub(crate) fn replace(path: &Path, parts: &[&[u8]]) -> Result<(), IslandError> {
     let mut partial = path.as_os_str().to_owned();
     partial.push(".partial");
     let partial = PathBuf::from(partial);
-    let write = || -> io::Result<()> {
-        let mut file = File::create(&partial)?;
-        parts.iter().try_for_each(|part| file.write_all(part))?;
-        file.sync_all()?;
-        fs::rename(&partial, path)?;
-        path.parent().map_or(Ok(()), |dir| File::open(dir)?.sync_all())
-    };
-    write().map_err(IslandError::file("write", path))
+    let written = write_synced(&partial, parts).and_then(|()| rename_synced(&partial, path));
+    written.map_err(IslandError::file("write", path))
+}
+
+/// Writes `parts` to the new file `path`, and waits until they are on disk.
+fn write_synced(path: &Path, parts: &[&[u8]]) -> io::Result<()> {
+    let mut file = File::create(path)?;
+    parts.iter().try_for_each(|part| file.write_all(part))?;
+    file.sync_all()
+}
+
+/// Renames `from` to `to` in the same directory, and waits until that is on disk.
+fn rename_synced(from: &Path, to: &Path) -> io::Result<()> {
+    fs::rename(from, to)?;
+    to.parent().map_or(Ok(()), |dir| File::open(dir)?.sync_all())
 }

@@ -7,6 +7,7 @@ use std::ops::Range;
 use serde::{Deserialize, Serialize};
 
 use crate::compression::GradientCompression;
+use crate::frame::WEIGHTS_DIGEST;
 
 /// Longest name of an island, bytes.
 const MAX_NAME: usize = 64;
@@ -55,6 +56,12 @@ impl IslandTerms {
     #[must_use]
     pub fn message_bytes(&self, round: u64) -> usize {
         self.compression.bytes(self.fragment(round).len())
+    }
+
+    /// Length of the outer update of round `round` with the digest of the outer weights after it, bytes.
+    #[must_use]
+    pub fn update_bytes(&self, round: u64) -> usize {
+        self.message_bytes(round) + WEIGHTS_DIGEST
     }
 
     /// Why no coordinator can have these terms, with at most `most` values; `None` if one can.

@@ -4,9 +4,9 @@ use std::time::Duration;
 
 use islands::coordinator::{ContributionOutcome, IslandJoin, JoinAnswer, JoinedState, RoundAnswer};
 use islands::frame::{RoundMessage, to_bytes};
-use islands::{Coordinator, GradientCompression, IslandTerms};
+use islands::{Coordinator, CoordinatorConfig, GradientCompression, IslandTerms};
 
-use super::{SOON, open, run, terms, values};
+use super::{SOON, config, open, run, terms, values};
 
 const NONE: GradientCompression = GradientCompression::None;
 
@@ -15,9 +15,10 @@ fn join(coordinator: &Coordinator, name: &str, run: &str, terms: &IslandTerms) -
     coordinator.join(IslandJoin { name, run, terms, state: None }).unwrap()
 }
 
-/// A coordinator with outer weights of 0 and islands `a` and `b`, and the ids of their runs.
+/// A coordinator with outer weights of 0 and islands `a` and `b`, whose first round waits for both, and the ids of their runs.
 fn two(dir: &std::path::Path, deadline: Duration) -> (Coordinator, [String; 2], IslandTerms) {
-    let (coordinator, runs, terms) = (open(dir, deadline), [run(), run()], terms(4, 1, NONE));
+    let config = CoordinatorConfig { first_islands: 2, ..config(dir, deadline) };
+    let (coordinator, runs, terms) = (Coordinator::open(config).unwrap(), [run(), run()], terms(4, 1, NONE));
     assert_eq!(join(&coordinator, "a", &runs[0], &terms).coordinator, "");
     coordinator.begin("a", &runs[0], terms.clone(), &to_bytes(&[0.0; 4])).unwrap();
     assert_eq!(join(&coordinator, "b", &runs[1], &terms).islands, 2);
@@ -28,8 +29,12 @@ fn gradient(round: u64, values: [f32; 4]) -> RoundMessage {
     RoundMessage { round, islands: 1, payload: to_bytes(&values) }
 }
 
+fn newest(coordinator: &Coordinator) -> RoundMessage {
+    RoundMessage::from_frame(coordinator.weights().unwrap().to_vec()).unwrap()
+}
+
 fn weights(coordinator: &Coordinator) -> Vec<f32> {
-    values(&coordinator.weights().unwrap().payload)
+    values(&newest(coordinator).payload)
 }
 
 #[test]
@@ -45,6 +50,7 @@ fn a_round_closes_with_the_last_island_and_its_mean_does_not_depend_on_the_order
             assert_eq!(outcome, ContributionOutcome::Counted);
         }
         let RoundAnswer::Closed(update) = coordinator.round(0).unwrap() else { panic!("it is open") };
+        let update = RoundMessage::from_frame(update.to_vec()).unwrap();
         assert_eq!((update.round, update.islands), (0, 2));
         weights(&coordinator).into_iter().map(f32::to_bits).collect::<Vec<_>>()
     });
@@ -63,7 +69,7 @@ fn a_repeated_contribution_counts_once() {
     // After the round has closed too.
     let again = coordinator.contribute("a", &a, &gradient(0, [1.0; 4])).unwrap();
     assert_eq!(again, ContributionOutcome::Counted);
-    assert_eq!((weights(&coordinator), coordinator.weights().unwrap().round), (vec![-2.0; 4], 1));
+    assert_eq!((weights(&coordinator), newest(&coordinator).round), (vec![-2.0; 4], 1));
 }
 
 #[test]
@@ -71,7 +77,7 @@ fn what_was_acknowledged_survives_and_the_round_goes_on() {
     let dir = tempfile::tempdir().unwrap();
     let (coordinator, [a, b], terms) = two(dir.path(), SOON);
     coordinator.contribute("a", &a, &gradient(0, [1.0; 4])).unwrap();
-    let other = Coordinator::open(super::config(dir.path(), SOON)).unwrap_err();
+    let other = Coordinator::open(config(dir.path(), SOON)).unwrap_err();
     assert!(other.to_string().contains("another coordinator has it open"), "{other}");
     drop(coordinator);
     let coordinator = open(dir.path(), SOON);
@@ -89,7 +95,7 @@ fn what_was_acknowledged_survives_and_the_round_goes_on() {
     let middle = bytes.len() / 2;
     bytes[middle] ^= 1;
     std::fs::write(&state, bytes).unwrap();
-    let damaged = Coordinator::open(super::config(dir.path(), SOON)).unwrap_err();
+    let damaged = Coordinator::open(config(dir.path(), SOON)).unwrap_err();
     assert!(damaged.to_string().contains("is damaged"), "{damaged}");
 }
 
@@ -101,7 +107,7 @@ fn an_island_that_is_late_takes_the_newest_weights_and_the_others_did_not_wait()
     coordinator.close_if_due().unwrap();
     // Of round 1 `b` is no longer expected.
     coordinator.contribute("a", &a, &gradient(1, [1.0; 4])).unwrap();
-    assert_eq!((weights(&coordinator), coordinator.weights().unwrap().round), (vec![-2.0; 4], 2));
+    assert_eq!((weights(&coordinator), newest(&coordinator).round), (vec![-2.0; 4], 2));
     let late = coordinator.contribute("b", &b, &gradient(0, [100.0; 4])).unwrap();
     assert_eq!((late, weights(&coordinator)), (ContributionOutcome::Late, vec![-2.0; 4]));
     // Now it is: round 2 waits for both.
@@ -109,6 +115,80 @@ fn an_island_that_is_late_takes_the_newest_weights_and_the_others_did_not_wait()
     assert_eq!(coordinator.round(2), Ok(RoundAnswer::Open));
     coordinator.contribute("b", &b, &gradient(2, [3.0; 4])).unwrap();
     assert_eq!(weights(&coordinator), [-4.0; 4]);
+}
+
+#[test]
+fn an_outer_gradient_that_is_being_received_holds_the_round_open() {
+    let dir = tempfile::tempdir().unwrap();
+    let (coordinator, [a, b], terms) = two(dir.path(), Duration::ZERO);
+    let join_answer = join(&coordinator, "b", &b, &terms);
+    assert!(join_answer.deadline_s > 0.0, "an island must wait for longer than the deadline");
+    let (coming, stranger) = (coordinator.expect("b", &b), coordinator.expect("c", &run()));
+    coordinator.contribute("a", &a, &gradient(0, [1.0; 4])).unwrap();
+    coordinator.close_if_due().unwrap();
+    assert_eq!(coordinator.round(0), Ok(RoundAnswer::Open));
+    coordinator.contribute("b", &b, &gradient(0, [3.0; 4])).unwrap();
+    assert_eq!(weights(&coordinator), [-2.0; 4], "both, and not the one that has not joined");
+    drop((coming, stranger));
+    // One that ends without an outer gradient is not waited for any longer.
+    let coming = coordinator.expect("b", &b);
+    coordinator.contribute("a", &a, &gradient(1, [1.0; 4])).unwrap();
+    coordinator.close_if_due().unwrap();
+    assert_eq!(coordinator.round(1), Ok(RoundAnswer::Open));
+    drop(coming);
+    coordinator.close_if_due().unwrap();
+    assert_eq!(weights(&coordinator), [-3.0; 4]);
+}
+
+#[test]
+fn a_round_does_not_wait_for_an_island_that_has_only_joined() {
+    let dir = tempfile::tempdir().unwrap();
+    let (coordinator, [a, b], terms) = (open(dir.path(), SOON), [run(), run()], terms(4, 1, NONE));
+    coordinator.begin("a", &a, terms.clone(), &to_bytes(&[0.0; 4])).unwrap();
+    join(&coordinator, "b", &b, &terms);
+    coordinator.contribute("a", &a, &gradient(0, [1.0; 4])).unwrap();
+    assert_eq!(newest(&coordinator).round, 1);
+    // Late, and waited for from now on.
+    let late = coordinator.contribute("b", &b, &gradient(0, [1.0; 4])).unwrap();
+    assert_eq!(late, ContributionOutcome::Late);
+    coordinator.contribute("a", &a, &gradient(1, [1.0; 4])).unwrap();
+    assert_eq!(newest(&coordinator).round, 1);
+}
+
+#[test]
+fn two_runs_of_one_name_count_one_after_the_other_and_survive() {
+    let dir = tempfile::tempdir().unwrap();
+    let (coordinator, [a, b], terms) = two(dir.path(), SOON);
+    coordinator.contribute("a", &a, &gradient(0, [1.0; 4])).unwrap();
+    coordinator.leave("a", &a).unwrap();
+    let again = run();
+    join(&coordinator, "a", &again, &terms);
+    drop(coordinator);
+    let coordinator = open(dir.path(), SOON);
+    coordinator.contribute("a", &again, &gradient(0, [2.0; 4])).unwrap();
+    coordinator.contribute("b", &b, &gradient(0, [3.0; 4])).unwrap();
+    assert_eq!(weights(&coordinator), [-2.0; 4]);
+    drop(coordinator);
+    let coordinator = open(dir.path(), SOON);
+    coordinator.leave("a", &again).unwrap();
+    let repeated = coordinator.contribute("a", &a, &gradient(0, [1.0; 4])).unwrap();
+    assert_eq!(repeated, ContributionOutcome::Counted);
+}
+
+#[test]
+fn a_repetition_long_after_its_round_is_not_taken_for_a_late_one() {
+    let dir = tempfile::tempdir().unwrap();
+    let (coordinator, [a, b], _) = two(dir.path(), Duration::ZERO);
+    coordinator.contribute("b", &b, &gradient(0, [1.0; 4])).unwrap();
+    for round in 0..4 {
+        coordinator.contribute("a", &a, &gradient(round, [1.0; 4])).unwrap();
+        coordinator.close_if_due().unwrap();
+    }
+    assert_eq!((newest(&coordinator).round, coordinator.round(0)), (4, Ok(RoundAnswer::Gone)));
+    drop(coordinator);
+    let coordinator = open(dir.path(), Duration::ZERO);
+    let outcome = |round| coordinator.contribute("b", &b, &gradient(round, [1.0; 4])).unwrap();
+    assert_eq!((outcome(0), outcome(1)), (ContributionOutcome::Counted, ContributionOutcome::Late));
 }
 
 #[test]
@@ -127,13 +207,16 @@ fn an_island_that_diverges_is_refused_and_the_others_go_on() {
 fn an_island_that_leaves_is_not_waited_for() {
     let dir = tempfile::tempdir().unwrap();
     let (coordinator, [a, b], terms) = two(dir.path(), SOON);
-    coordinator.contribute("a", &a, &gradient(0, [1.0; 4])).unwrap();
+    coordinator.contribute("b", &b, &gradient(0, [3.0; 4])).unwrap();
+    for round in 0..2 {
+        coordinator.contribute("a", &a, &gradient(round, [1.0; 4])).unwrap();
+    }
     coordinator.leave("b", &a).unwrap();
-    assert_eq!(coordinator.round(0), Ok(RoundAnswer::Open), "another run has left");
+    assert_eq!(coordinator.round(1), Ok(RoundAnswer::Open), "another run has left");
     coordinator.leave("b", &b).unwrap();
-    assert_eq!(weights(&coordinator), [-1.0; 4]);
+    assert_eq!(weights(&coordinator), [-3.0; 4]);
     let joined = join(&coordinator, "c", &run(), &terms);
-    assert_eq!((joined.round, joined.islands), (1, 2));
+    assert_eq!((joined.round, joined.islands), (2, 2));
 }
 
 #[test]

@@ -8,7 +8,7 @@
 //! ```
 
 use islands::OuterOptimizer;
-use islands::outer::mean;
+use islands::outer::GradientSum;
 
 #[test]
 fn updates_equal_those_of_pytorch() {
@@ -28,6 +28,11 @@ fn updates_equal_those_of_pytorch() {
 
 #[test]
 fn the_mean_of_one_is_itself() {
-    assert_eq!(mean(&[vec![0.1, -7.5]]), [0.1, -7.5]);
-    assert_eq!(mean(&[vec![1.0, 2.0], vec![3.0, -2.0]]), [2.0, 0.0]);
+    let mean = |gradients: &[[f32; 2]]| {
+        let mut sum = GradientSum::new(2);
+        gradients.iter().for_each(|gradient| sum.add(gradient));
+        sum.mean()
+    };
+    assert_eq!(mean(&[[0.1, -7.5]]), [0.1, -7.5]);
+    assert_eq!(mean(&[[1.0, 2.0], [3.0, -2.0]]), [2.0, 0.0]);
 }

@@ -1,16 +1,20 @@
 //! Islands and a coordinator over a socket.
 
+use std::io::{Read, Write};
+use std::net::TcpStream;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
+use islands::frame::{RoundMessage, to_bytes};
 use islands::server::CoordinatorServer;
 use islands::{
-    CoordinatorAddress, CoordinatorClient, GradientCompression, Island, IslandError, IslandSchedule,
-    IslandTerms,
+    Coordinator, CoordinatorAddress, CoordinatorClient, CoordinatorConfig, GradientCompression, Island,
+    IslandError, IslandSchedule, IslandTerms,
 };
 
-use super::{SOON, open, run, terms};
+use super::{SOON, config, open, run, terms};
 
 const NONE: GradientCompression = GradientCompression::None;
 const TOKEN: &str = "a-token-of-islands";
@@ -25,7 +29,17 @@ struct ServedCoordinator {
 
 impl ServedCoordinator {
     fn start(dir: &Path, deadline: Duration, port: u16) -> Self {
-        let coordinator = Arc::new(open(dir, deadline));
+        Self::of(open(dir, deadline), dir, port)
+    }
+
+    /// One whose first round waits for two islands.
+    fn for_two(dir: &Path) -> Self {
+        let config = CoordinatorConfig { first_islands: 2, ..config(dir, SOON) };
+        Self::of(Coordinator::open(config).unwrap(), dir, 0)
+    }
+
+    fn of(coordinator: Coordinator, dir: &Path, port: u16) -> Self {
+        let coordinator = Arc::new(coordinator);
         let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
         let (sender, address) = std::sync::mpsc::channel();
         let thread = std::thread::spawn(move || {
@@ -87,6 +101,7 @@ fn train(island: &mut Island, steps: std::ops::RangeInclusive<u64>, by: f32, val
     for step in steps {
         values.iter_mut().for_each(|value| *value += by);
         if let Some(report) = island.after_step(step, values).unwrap() {
+            assert!(!report.is_replaced, "{report:?}");
             received += report.bytes.received;
         }
     }
@@ -99,7 +114,7 @@ fn two_islands_have_the_same_weights_after_every_round() {
         [(NONE, 1), (GradientCompression::Int8, 2), (GradientCompression::Int4, 3)]
     {
         let dir = tempfile::tempdir().unwrap();
-        let served = ServedCoordinator::start(dir.path(), SOON, 0);
+        let served = ServedCoordinator::for_two(dir.path());
         let terms = terms(300, fragments, compression);
         let (mut first, mut second) = (vec![1.0; 300], vec![9.0; 300]);
         let mut a = served.island("a", &terms, IslandSchedule::default(), &mut first);
@@ -112,8 +127,11 @@ fn two_islands_have_the_same_weights_after_every_round() {
         });
         let received = train(&mut a, 1..=rounds, 0.25, &mut first);
         let second = other.join().unwrap();
+        // Since their exchange the other fragments have had local steps.
+        let last = terms.fragment(rounds - 1);
+        let outer = super::values(&served.client("x", &run()).weights(300).unwrap().payload);
+        assert_eq!((&first[last.clone()], &second[last.clone()]), (&outer[last.clone()], &outer[last]));
         if fragments == 1 {
-            assert_eq!(first, second);
             // Two rounds, each by the mean of 0.25 and 0.5.
             assert!(first.iter().all(|value| (value - 1.75).abs() < 1e-6), "{}", first[0]);
         }
@@ -145,7 +163,7 @@ fn an_overlapped_exchange_is_mixed_in_later_and_a_resume_repeats_it_with_the_sam
         let mut values = saved.clone();
         let resumed =
             Island::resume(served.client(name, &id), terms.clone(), schedule, answers.clone(), &state);
-        let mut island = resumed.unwrap();
+        let mut island = resumed.unwrap().0;
         train(&mut island, 6..=11, 0.3, &mut values);
         values
     };
@@ -198,4 +216,99 @@ fn a_wrong_token_a_silent_port_and_a_round_that_stays_open_are_named() {
     let url = format!("http://{}", silent.local_addr().unwrap());
     let error = client(&url, "a", &run(), None, short).join(&terms, None).unwrap_err();
     assert!(matches!(error, IslandError::Deadline { .. }), "{error}");
+}
+
+#[test]
+fn a_round_waits_for_an_outer_gradient_that_is_being_received() {
+    let dir = tempfile::tempdir().unwrap();
+    let served = ServedCoordinator::start(dir.path(), Duration::ZERO, 0);
+    let (a, b, terms) = (served.client("a", &run()), run(), terms(4, 1, NONE));
+    a.begin(&terms, &[0.0; 4]).unwrap();
+    served.client("b", &b).join(&terms, None).unwrap();
+    let gradient = |value: f32| RoundMessage { round: 0, islands: 1, payload: to_bytes(&[value; 4]) };
+    let body = gradient(3.0).to_frame();
+    let mut slow = TcpStream::connect(served.url.strip_prefix("http://").unwrap()).unwrap();
+    let head = format!(
+        "PUT /v1/islands/contributions/b/{b} HTTP/1.1\r\nHost: islands\r\nAuthorization: Bearer {TOKEN}\r\n\
+         Content-Length: {}\r\nExpect: 100-continue\r\nConnection: close\r\n\r\n",
+        body.len()
+    );
+    slow.write_all(head.as_bytes()).unwrap();
+    // It is sent as the body begins to be read.
+    let mut begun = *b"HTTP/1.1 100 Continue\r\n\r\n";
+    let expected = begun;
+    slow.read_exact(&mut begun).unwrap();
+    assert_eq!(begun, expected);
+    slow.write_all(&body[..60]).unwrap();
+    a.contribute(&gradient(1.0)).unwrap();
+    std::thread::sleep(Duration::from_millis(150));
+    assert_eq!(a.weights(4).unwrap().round, 0, "it is open");
+    slow.write_all(&body[60..]).unwrap();
+    let mut answer = String::new();
+    slow.read_to_string(&mut answer).unwrap();
+    assert!(answer.contains("counted"), "{answer}");
+    assert_eq!(super::values(&a.weights(4).unwrap().payload), [-2.0; 4]);
+}
+
+#[test]
+fn an_outer_gradient_that_came_late_is_in_the_next_one() {
+    let dir = tempfile::tempdir().unwrap();
+    let served = ServedCoordinator::start(dir.path(), Duration::ZERO, 0);
+    let terms = terms(4, 1, NONE);
+    let (mut first, mut second) = (vec![0.0; 4], vec![0.0; 4]);
+    let mut a = served.island("a", &terms, IslandSchedule::default(), &mut first);
+    let mut b = served.island("b", &terms, IslandSchedule::default(), &mut second);
+    train(&mut a, 1..=1, 1.0, &mut first);
+    second.fill(3.0);
+    let report = b.after_step(1, &mut second).unwrap().unwrap();
+    assert!(report.is_late && !report.is_replaced, "{report:?}");
+    assert_eq!(second, [1.0; 4], "the newest outer weights");
+    train(&mut b, 2..=2, 3.0, &mut second);
+    assert_eq!(second, [7.0; 4], "both outer gradients");
+}
+
+#[test]
+fn an_island_with_other_outer_weights_than_the_coordinator_takes_the_newest() {
+    let dir = tempfile::tempdir().unwrap();
+    let served = ServedCoordinator::start(dir.path(), SOON, 0);
+    let terms = IslandTerms { local_steps: 4, ..terms(4, 1, NONE) };
+    let (schedule, id, answers) = (IslandSchedule::default(), run(), dir.path().join("answers"));
+    let mut values = vec![1.0; 4];
+    let joined =
+        Island::join(served.client("a", &id), terms.clone(), schedule, answers.clone(), 0, &mut values);
+    let mut state = joined.unwrap().0.state();
+    let header = u64::from_le_bytes(state[..8].try_into().unwrap()) as usize;
+    // The exponent of the first of the outer weights.
+    state[8 + header + 3] ^= 1;
+    let resumed = Island::resume(served.client("a", &id), terms, schedule, answers, &state);
+    values.fill(3.0);
+    let report = resumed.unwrap().0.after_step(4, &mut values).unwrap().unwrap();
+    assert!(report.is_replaced && !report.is_late, "{report:?}");
+    assert_eq!(values, super::values(&served.client("a", &id).weights(4).unwrap().payload));
+}
+
+#[test]
+fn a_wait_that_is_stopped_is_part_of_the_state() {
+    let dir = tempfile::tempdir().unwrap();
+    let served = ServedCoordinator::for_two(dir.path());
+    let terms = IslandTerms { local_steps: 4, ..terms(4, 1, NONE) };
+    let (schedule, id, answers) = (IslandSchedule::default(), run(), dir.path().join("answers"));
+    let mut values = vec![0.0; 4];
+    let joined =
+        Island::join(served.client("a", &id), terms.clone(), schedule, answers.clone(), 0, &mut values);
+    let mut island = joined.unwrap().0.stopped_by(Arc::new(AtomicBool::new(true)));
+    values.fill(1.0);
+    assert_eq!(island.after_step(4, &mut values).unwrap(), None);
+    assert_eq!(values, [1.0; 4]);
+    let state = island.state();
+    let other = RoundMessage { round: 0, islands: 1, payload: to_bytes(&[-3.0; 4]) };
+    served.client("b", &run()).contribute(&other).unwrap();
+    let resumed = Island::resume(served.client("a", &id), terms, schedule, answers, &state);
+    values.fill(5.0);
+    let mut island = resumed.unwrap().0;
+    let report = island.after_step(5, &mut values).unwrap().unwrap();
+    assert_eq!((report.round, report.islands, values), (1, 2, vec![2.0; 4]));
+    // A resume from the checkpoint of step 4 needs the answer.
+    island.forget_through(4).unwrap();
+    assert_eq!(std::fs::read_dir(dir.path().join("answers")).unwrap().count(), 1);
 }

@@ -24,7 +24,8 @@ pub struct ServeIslandsArgs {
     /// Nesterov momentum of the outer optimizer
     #[arg(long, value_name = "MOMENTUM", default_value_t = 0.9)]
     pub outer_momentum: f32,
-    /// Longest time from the first outer gradient of a round to its end; islands that are later are not in it, seconds
+    /// Longest time from the first outer gradient of a round to its end; islands that are later are not in it, unless the
+    /// coordinator is receiving what they send, seconds
     #[arg(long, value_name = "SECONDS", default_value_t = 60.0)]
     pub deadline: f64,
     /// Islands that begin together: the first round waits for them, until its deadline
@@ -33,7 +34,8 @@ pub struct ServeIslandsArgs {
     /// Most live islands
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = at_least_one)]
     pub max_islands: usize,
-    /// Most memory of the outer weights, such as 512MiB; momentum and residual need as much again each
+    /// Most memory of the outer weights, such as 512MiB; momentum, residual and the copy that islands download need as
+    /// much again each
     #[arg(long, value_name = "SIZE", default_value = "16GiB", value_parser = size)]
     pub max_bytes: u64,
     /// File with the token that islands need

@@ -186,9 +186,9 @@ impl Run<'_> {
 
     /// The run as an island, if its recipe says so.
     fn island(&self) -> Option<IslandSetup<'_>> {
-        let (recipe, run_dir, report) = (self.recipe, self.run_dir, &self.report);
-        let section = recipe.island.as_ref()?;
-        Some(IslandSetup { recipe, section, run_dir, report })
+        let (recipe, run_dir, report, progress) = (self.recipe, self.run_dir, &self.report, &self.progress);
+        let (section, stop) = (recipe.island.as_ref()?, self.signals.stop_flag());
+        Some(IslandSetup { recipe, section, run_dir, report, progress, stop })
     }
 
     /// The checkpoint of [`Run::from`], or the newest undamaged one, and the damaged ones that are newer.

@@ -1,11 +1,14 @@
 //! The rules of `[island]`: its numbers fit each other, and its trainer has weights that can be replaced between two steps.
 
+use std::net::IpAddr;
+
+use buffer::database::has_password;
 use islands::terms::{MAX_FRAGMENTS, is_name};
 
 use super::Recipe;
 use super::checks::existing;
 use super::ranges::{Checker, UNIT};
-use super::schema::RawRecipe;
+use super::schema::{IslandSection, RawRecipe};
 use super::words::Ranks;
 
 /// Checks the section; makes its paths absolute.
@@ -16,6 +19,7 @@ pub(super) fn check(raw: &mut RawRecipe, checker: &mut Checker<'_>) {
         let help = "start `rlrun serve islands`, and write its address, such as \"http://127.0.0.1:8703\"";
         checker.report("island.url", message, help);
     }
+    check_secrets(island, checker);
     checker.at_least_one("island.steps", usize::try_from(island.steps).unwrap_or(usize::MAX));
     checker.at_least_one("island.fragments", island.fragments);
     checker.number("island.local_weight", island.local_weight, UNIT);
@@ -48,6 +52,34 @@ pub(super) fn check(raw: &mut RawRecipe, checker: &mut Checker<'_>) {
         let help = "one exchange is under way at a time: lower it";
         checker.report_latest(&["island.overlap_steps", "island.fragments", "island.steps"], message, help);
     }
+}
+
+/// The URL is shown, and written into the run directory. A token is sent in every request.
+fn check_secrets(island: &IslandSection, checker: &mut Checker<'_>) {
+    if has_password(&island.url) {
+        let message = "`island.url` has a password, which every file of the run would show";
+        let help = "take it out of the URL, and name the file with the token in `island.token_file`";
+        // At another line: a message shows the line of its key.
+        checker.report("island.token_file", message, help);
+    } else if island.token_file.is_some() && island.url.starts_with("http://") && !is_local(&island.url) {
+        let message =
+            "the token of `island.token_file` would be sent unencrypted to the host of `island.url`";
+        let help = "write an address with https://, or one of a tunnel that begins at 127.0.0.1";
+        checker.report("island.url", message, help);
+    }
+}
+
+/// Whether the host of `url` is this machine.
+fn is_local(url: &str) -> bool {
+    let rest = url.split_once("://").map_or(url, |(_, rest)| rest);
+    let authority = rest.split(['/', '?', '#']).next().unwrap_or_default();
+    let host = authority.rsplit_once('@').map_or(authority, |(_, host)| host);
+    let host = match host.strip_prefix('[') {
+        Some(address) => address.split(']').next(),
+        None => host.split(':').next(),
+    };
+    let host = host.unwrap_or_default();
+    host == "localhost" || host.parse::<IpAddr>().is_ok_and(|address| address.is_loopback())
 }
 
 /// Checks what the rest of a recipe needs for the exchanges.

@@ -3,6 +3,7 @@
 //! Invariant: a worker that cannot reach its run for its `--patience` ends with exit status 75: start it again. A worker that
 //! the run does not know continues: the run was started again, and the next heartbeat registers the worker.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -31,7 +32,7 @@ use crate::recipe::schema::RawRecipe;
 const EVERY: Duration = Duration::from_secs(1);
 /// Pause between two looks at the stop flag.
 const LOOK_UP: Duration = Duration::from_millis(50);
-/// Timeout of a heartbeat; the next one carries the same counters.
+/// Timeout of a heartbeat; the next one carries the same counters and number.
 const ANSWER: Duration = Duration::from_secs(5);
 /// Longest name of a worker, bytes.
 const MAX_NAME: usize = 512;
@@ -278,6 +279,25 @@ fn pause(wait: Duration, end: &AtomicBool) {
     }
 }
 
+/// What a worker did, for one heartbeat.
+#[derive(Debug, Default)]
+struct DoneWork {
+    rewards: BTreeMap<String, LoadCounts>,
+    activity: Activity,
+}
+
+impl DoneWork {
+    /// Adds the counters of rewards, of which those of a reward become one.
+    fn add_loads(&mut self, loads: Vec<(String, LoadCounts)>) {
+        for (name, counts) in loads {
+            let sum = self.rewards.entry(name).or_default();
+            // These two are of now, the others since the last call.
+            (sum.waiting, sum.running) = (0, 0);
+            sum.add(counts);
+        }
+    }
+}
+
 /// The heartbeat thread of a worker.
 struct HeartbeatThread {
     client: Arc<Client>,
@@ -290,27 +310,29 @@ struct HeartbeatThread {
 impl HeartbeatThread {
     fn run(mut self, report: &impl WorkerReport, stop: &AtomicBool) {
         let mut heard = Instant::now();
-        // Counters are sent until a heartbeat is acknowledged.
-        let mut unacknowledged: Vec<(String, LoadCounts)> = Vec::new();
-        let mut activity = Activity::default();
+        let mut done = DoneWork::default();
+        let mut is_acknowledged = true;
         let pauses = PauseMonitor::start();
         loop {
             let leaves = self.over.load(Ordering::Relaxed);
-            unacknowledged.extend(report.take_loads());
-            activity.append(report.take_activity());
+            done.add_loads(report.take_loads());
+            done.activity.append(report.take_activity());
             let (doing, progress) = (report.doing(), report.progress());
             if progress.is_some() {
-                activity.append(Activity { phases: pauses.take(), ..Activity::default() });
+                done.activity.append(Activity { phases: pauses.take(), ..Activity::default() });
             }
-            let serves = report.serves();
-            let rewards = unacknowledged.clone();
-            let done = activity.clone();
-            self.beat = Heartbeat { doing, progress, serves, leaves, rewards, activity: done, ..self.beat };
+            if is_acknowledged {
+                // What the run may have counted is sent unchanged, with its number, until it is acknowledged.
+                let DoneWork { rewards, activity } = std::mem::take(&mut done);
+                let number = self.beat.number + 1;
+                self.beat =
+                    Heartbeat { number, rewards: rewards.into_iter().collect(), activity, ..self.beat };
+            }
+            self.beat = Heartbeat { doing, progress, serves: report.serves(), leaves, ..self.beat };
             match self.client.ask_once::<HeartbeatReply>("/v1/run/beat", &self.beat, ANSWER) {
                 Ok(orders) => {
                     heard = Instant::now();
-                    unacknowledged.clear();
-                    activity = Activity::default();
+                    is_acknowledged = true;
                     if orders.stop {
                         stop.store(true, Ordering::Relaxed);
                     }
@@ -320,7 +342,7 @@ impl HeartbeatThread {
                     stop.store(true, Ordering::Relaxed);
                     return;
                 }
-                Err(_) => {}
+                Err(_) => is_acknowledged = false,
             }
             if leaves {
                 return;
@@ -335,6 +357,17 @@ mod tests {
     use trajectory::PolicyVersion;
 
     use super::*;
+
+    #[test]
+    fn counters_of_an_outage_become_one_for_each_reward() {
+        let mut done = DoneWork::default();
+        for second in 1..=3600 {
+            let counts = LoadCounts { waiting: second, scored: 2, ..LoadCounts::default() };
+            done.add_loads(vec![("math".to_owned(), counts.clone()), ("code".to_owned(), counts)]);
+        }
+        let counts = |name: &str| (done.rewards[name].waiting, done.rewards[name].scored);
+        assert_eq!((done.rewards.len(), counts("math"), counts("code")), (2, (3600, 7200), (3600, 7200)));
+    }
 
     #[test]
     fn a_worker_that_is_ahead_of_its_run_is_started_again() {

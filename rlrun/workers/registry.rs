@@ -73,6 +73,9 @@ pub(crate) struct Heartbeat {
     pub(crate) serves: Option<(String, ModelServer)>,
     /// Whether this is its last heartbeat.
     pub(crate) leaves: bool,
+    /// Number of what it has done, from 1. A heartbeat that is not acknowledged is repeated with its number, and counts once.
+    #[serde(default)]
+    pub(crate) number: u64,
 }
 
 /// Why a worker is refused.
@@ -229,6 +232,12 @@ impl WorkerRegistry {
         if known.is_some_and(|known| known > beat.instance) {
             // Another worker has replaced it.
             return Ok(HeartbeatReply { stop: true });
+        }
+        let before = state.workers.get(&beat.name).map(|worker| (worker.beat.instance, worker.beat.number));
+        if beat.number > 0 && before == Some((beat.instance, beat.number)) {
+            // The answer was lost, and the counters are not.
+            beat.rewards.clear();
+            beat.activity = Activity::default();
         }
         for (name, counts) in &beat.rewards {
             if state.loads.len() >= MAX_REWARDS && !state.loads.contains_key(name) {
@@ -465,6 +474,15 @@ mod tests {
         let loads = registry.take_loads();
         assert_eq!((loads.len(), loads[0].1.scored), (1, 4));
         assert!(registry.take_loads().is_empty());
+        // The answer to the first of them was lost.
+        let numbered = |number| {
+            let rewards = vec![("math".to_owned(), counts.clone())];
+            Heartbeat { rewards, number, ..beat("rollout 1", 1, 1) }
+        };
+        for number in [7, 7, 8] {
+            registry.heartbeat(numbered(number)).unwrap();
+        }
+        assert_eq!(registry.take_loads()[0].1.scored, 4);
         registry.stop(Duration::ZERO);
         assert!(registry.heartbeat(beat("rollout 1", 1, 3)).unwrap().stop);
     }

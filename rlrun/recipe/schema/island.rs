@@ -38,7 +38,7 @@ pub struct IslandSection {
     /// `overlap_steps` Streaming DiLoCo uses 0.5, which keeps half of what the island has learnt meanwhile.
     // resume = changes, worker = ignored
     pub local_weight: f64,
-    /// File with the token of the coordinator.
+    /// File with the token of the coordinator. `url` then has https, or a host of this machine.
     #[serde(skip_serializing_if = "Option::is_none")]
     // resume = changes, worker = ignored
     pub token_file: Option<PathBuf>,

@@ -36,6 +36,25 @@ fn what_an_island_cannot_be_is_refused_with_a_remedy() {
         let shown = Case::new(MINIMAL).errors(&[ISLAND, set], &[]);
         assert!(shown.contains(message) && shown.contains(help), "{set}: {shown}");
     }
+    let shown = Case::new(MINIMAL).errors(&["island.url=http://u:secret@127.0.0.1:8703"], &[]);
+    assert!(shown.contains("`island.url` has a password") && !shown.contains("u:secret"), "{shown}");
+    let case = Case::new(MINIMAL);
+    let token = format!("island.token_file={}", case.write("token", "t").display());
+    for (url, is_safe) in [
+        ("http://10.0.0.1:8703", false),
+        ("http://127.0.0.1.example.org", false),
+        ("https://10.0.0.1:8703", true),
+        ("http://localhost:8703", true),
+        ("http://[::1]:8703/", true),
+    ] {
+        let set = format!("island.url={url}");
+        if is_safe {
+            assert!(case.load(&[&set, &token], &[]).is_ok(), "{url}");
+        } else {
+            let shown = case.errors(&[&set, &token], &[]);
+            assert!(shown.contains("`island.token_file` would be sent unencrypted"), "{url}: {shown}");
+        }
+    }
     let ranks = [ISLAND, "trainer.ranks=processes", "trainer.world=2", "placement.processes=true"];
     let shown = Case::new(MINIMAL).errors(&ranks, &[]);
     assert!(shown.contains("`[island]` needs ranks that are threads"), "{shown}");

@@ -19,6 +19,12 @@ const SLOWEST: u64 = 1 << 20;
 const LEAST_WAIT: Duration = Duration::from_millis(1);
 /// Largest answer except weights, bytes.
 const MAX_ANSWER: u64 = 64 << 10;
+
+/// Longest time to receive `bytes` bytes of weights from a hub.
+pub(super) fn longest_download(bytes: u64) -> Duration {
+    ANSWER + Duration::from_secs(bytes / SLOWEST)
+}
+
 /// Why a request has no usable answer.
 #[derive(Debug)]
 pub(super) enum FetchError {
@@ -93,7 +99,7 @@ impl HubClient {
     ) -> Result<BodyReader<'static>, FetchError> {
         let wait = match deadline {
             Some(deadline) => deadline.saturating_duration_since(Instant::now()).max(LEAST_WAIT),
-            None => ANSWER + Duration::from_secs(limit / SLOWEST),
+            None => longest_download(limit),
         };
         let mut response = self.send("GET", route, query, wait)?;
         if response.status() != 200 {

@@ -270,15 +270,18 @@ impl ReceivedDelta {
     }
 }
 
-/// The deltas from `current` to a version at least as new as `wanted`, together smaller than the weights.
+/// The deltas from `current` to a version at least as new as `wanted`. [`FetchError::VersionGone`] unless they are together smaller
+/// than the weights.
 fn changes(
     source: FrameSource<'_>,
     current: &DeltaBase,
     wanted: &AnnouncedVersion,
 ) -> Result<Vec<ReceivedDelta>, FetchError> {
     let (mut base, mut digest, mut changes) = (current.version, current.digest, Vec::new());
+    let mut left = full_bytes(current.values.len(), current.dtype);
     while base < wanted.version {
-        let delta = receive_delta(source, current, base, digest)?;
+        let delta = receive_delta(source, current, base, digest, left)?;
+        left -= delta.frame.len() as u64;
         (base, digest) = (delta.header.version, delta.header.digest);
         changes.push(delta);
     }
@@ -300,12 +303,13 @@ fn receive_header(stream: &mut impl Read) -> Result<(FrameHeader, [u8; HEADER]),
     Ok((FrameHeader::decode(&header).map_err(FetchError::Corrupt)?, header))
 }
 
-/// The delta from `base`, whose weights have the digest `of`.
+/// The delta from `base`, whose weights have the digest `of`. Its frame has less than `most` bytes.
 fn receive_delta(
     source: FrameSource<'_>,
     current: &DeltaBase,
     base: PolicyVersion,
     of: Digest,
+    most: u64,
 ) -> Result<ReceivedDelta, FetchError> {
     let (len, longest) = (current.values.len(), longest_payload(current.values.len()));
     let mut stream = source.delta(base, HEADER as u64 + longest)?;
@@ -321,6 +325,9 @@ fn receive_delta(
             "{} bytes of changes are more than there can be",
             header.payload
         )));
+    }
+    if HEADER as u64 + header.payload >= most {
+        return Err(FetchError::VersionGone);
     }
     let mut frame = vec![0; HEADER + header.payload as usize];
     frame[..HEADER].copy_from_slice(&head);
@@ -351,4 +358,48 @@ fn receive_values(stream: &mut impl Read, values: &mut [f32], dtype: Dtype) -> R
 #[expect(clippy::needless_pass_by_value, reason = "it is made for `map_err`")]
 fn lost(error: std::io::Error) -> FetchError {
     FetchError::Unreachable(error.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicU64, Ordering};
+
+    use axum::Router;
+    use connect::ServerAddress;
+
+    use super::*;
+    use crate::http::client::HubClient;
+    use crate::http::tests::TestHub;
+
+    #[test]
+    fn deltas_that_are_together_longer_than_the_weights_are_not_kept() {
+        let (values, digest) = (vec![0.0_f32; 1000], Digest::of(&[1.0]));
+        let asked = Arc::new(AtomicU64::new(0));
+        let count = Arc::clone(&asked);
+        let answer = move || {
+            let base = count.fetch_add(1, Ordering::Relaxed);
+            let kind = FrameKind::Delta { base: PolicyVersion(base), of: digest, checksum: [0; 32] };
+            let full = FrameHeader::full(PolicyVersion(base + 1), digest, 1000, Dtype::F32);
+            let header = FrameHeader { kind, payload: 1500, ..full }.encode();
+            async move { [&header[..], &[0; 1500]].concat() }
+        };
+        let served = TestHub::start(Router::new().fallback(answer));
+        let url = format!("http://{}", served.address);
+        let server = ServerAddress { url: &url, token: None, roots: None };
+        let client = HubClient::new(server, "worker").unwrap();
+        let current =
+            DeltaBase { version: PolicyVersion(0), digest, dtype: Dtype::F32, values: values.into() };
+        let wanted = AnnouncedVersion {
+            version: PolicyVersion(1 << 40),
+            digest: Some(digest),
+            len: 1000,
+            dtype: Dtype::F32,
+            shm: None,
+            direct: None,
+            relay: None,
+        };
+        let found = changes(FrameSource::hub(&client), &current, &wanted);
+        assert!(matches!(found, Err(FetchError::VersionGone)));
+        assert_eq!(asked.load(Ordering::Relaxed), 3, "of weights of 4184 bytes");
+    }
 }

@@ -1,5 +1,6 @@
 //! The routes of a hub, and those of them that a relay serves. Invariant: the bytes sent for a version are those of its digest.
 
+use std::io;
 use std::time::Duration;
 
 use axum::Router;
@@ -16,6 +17,7 @@ use tokio::time::{Instant, timeout_at};
 use trajectory::PolicyVersion;
 
 use super::MAX_WAIT;
+use super::client::longest_download;
 use super::wire::{
     Acknowledged, DeltaQuery, FallbackBody, FullQuery, LagBody, NewestAnswer, NewestQuery, ReceiptAndPoll,
     ReceiptBody, RelayBody, RelayNotice, SubscribeAnswer, SubscribeRequest, UnsubscribeQuery, VersionNotice,
@@ -126,8 +128,15 @@ async fn full(State(hub): State<Hub>, asked: QueryResult<FullQuery>) -> RouteRes
     let head = Bytes::copy_from_slice(&header);
     let parts = std::iter::once(head).chain((0..chunks).map(chunk));
     let counted = parts.inspect(move |part| hub.sent(part.len() as u64));
-    let body = Body::from_stream(stream::iter(counted.map(Ok::<_, std::convert::Infallible>)));
+    let deadline = Instant::now() + longest_download(length as u64);
+    let body = Body::from_stream(stream::iter(counted.map(move |part| in_time(deadline, part))));
     Ok(weights(body, length))
+}
+
+/// `part`, or an error after `deadline`: the subscriber no longer waits then, and a slow reader would keep the memory of an old
+/// version in use.
+pub(super) fn in_time(deadline: Instant, part: Bytes) -> io::Result<Bytes> {
+    if Instant::now() < deadline { Ok(part) } else { Err(io::ErrorKind::TimedOut.into()) }
 }
 
 async fn delta(State(hub): State<Hub>, asked: QueryResult<DeltaQuery>) -> RouteResult {

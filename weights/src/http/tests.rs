@@ -362,6 +362,14 @@ fn repeated_damage_ends_with_an_error() {
 }
 
 #[test]
+fn a_download_ends_when_its_subscriber_no_longer_waits() {
+    let now = tokio::time::Instant::now();
+    let part = axum::body::Bytes::from_static(b"weights");
+    assert_eq!(routes::in_time(now + SOON, part.clone()).unwrap(), part);
+    assert!(routes::in_time(now, part).is_err());
+}
+
+#[test]
 fn requests_that_make_no_sense_are_refused() {
     let (_publisher, hub) = publisher(Dtype::F32, PublishConfig::default());
     let served = TestHub::start(router(hub));
