@@ -21,9 +21,9 @@ use crate::recipe::{DataSource, Recipe};
 /// What a step consists of.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct BatchPlan {
-    /// Groups per training step, `B`.
+    /// Groups per training step, `B`; without sampling, demonstrations or pairs.
     pub groups: u64,
-    /// Trajectories per training step; each role of an environment is one.
+    /// Trajectories per training step; each role of an environment is one, and each completion of a pair.
     pub trajectories: u64,
     /// Most tokens per training step, prompts counted once per trajectory.
     pub max_tokens: u64,
@@ -39,9 +39,14 @@ impl BatchPlan {
     /// The batch arithmetic of a recipe. Counts saturate.
     #[must_use]
     pub fn of(recipe: &Recipe) -> Self {
-        let groups = recipe.buffer.batch_groups as u64;
-        let episodes = groups.saturating_mul(recipe.rollout.group_size as u64);
-        let trajectories = episodes.saturating_mul(recipe.known_roles() as u64);
+        let (groups, of_group) = match &recipe.supervised {
+            Some(supervised) => (supervised.batch as u64, if supervised.kind.has_pairs() { 2 } else { 1 }),
+            None => {
+                let (size, roles) = (recipe.rollout.group_size as u64, recipe.known_roles() as u64);
+                (recipe.buffer.batch_groups as u64, size.saturating_mul(roles))
+            }
+        };
+        let trajectories = groups.saturating_mul(of_group);
         Self {
             groups,
             trajectories,
@@ -171,6 +176,8 @@ fn longest_sequence(recipe: &Recipe) -> u64 {
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
+    use crate::recipe::schema::Supervised;
+    use crate::recipe::words::SupervisedKind;
 
     /// A small model.
     pub(super) const SIZES: model::Sizes = model::Sizes {
@@ -203,6 +210,16 @@ staleness     at most 4 versions; 160 slots = (4 + 1) x 32 groups under way
 sequence      at most 40 tokens
 tasks         16000 groups over 8000 tasks: 2.00 epochs";
         assert_eq!(describe(&recipe()), expected);
+    }
+
+    #[test]
+    fn without_sampling_a_step_has_demonstrations_or_pairs() {
+        let mut recipe = recipe();
+        for (kind, trajectories) in [(SupervisedKind::Sft, 5), (SupervisedKind::Dpo, 10)] {
+            recipe.supervised = Some(Supervised { kind, batch: 5, ..Supervised::default() });
+            let plan = BatchPlan::of(&recipe);
+            assert_eq!((plan.trajectories, plan.max_tokens), (trajectories, 40 * trajectories));
+        }
     }
 
     fn shipped(name: &str) -> Recipe {

@@ -10,7 +10,7 @@ use std::time::Duration;
 use buffer::BufferConfig;
 use std::sync::Arc;
 
-use environments::{EnvironmentFactory, TicTacToe};
+use environments::{EnvironmentFactory, EnvironmentSpec, TicTacToe};
 use model::{Config, ModelDirectory, Placement, Sampling, SharedCores, Sizes, ThreadPool};
 use rollout::tasks::{Arithmetic, ArithmeticTasks, Questions, TaskError, TaskOrder, TaskSource, TaskSplit};
 use rollout::{ENVIRONMENT_COLUMN, EngineConfig, Overlong, StopRules, WorkerConfig};
@@ -46,6 +46,13 @@ pub(crate) const LONGEST_WAIT_S: f64 = 1e9;
 /// Where the system has files that are only memory.
 pub(crate) const SHARED_MEMORY: &str = "/dev/shm";
 
+/// Roles of the environment of a `spec`, as far as it alone tells; at least 1.
+pub(crate) fn roles_of(spec: &EnvironmentSpec) -> usize {
+    let game = Some(spec).filter(|spec| spec.kind == TicTacToe::KIND);
+    let roles = game.and_then(|spec| TicTacToe::new(spec).ok()).map(|game| game.roles().len());
+    roles.unwrap_or(1).max(1)
+}
+
 impl Recipe {
     /// Most tokens of an episode for a model with a context of `context` tokens: what the trainer can take at once, unless the
     /// recipe says less.
@@ -59,9 +66,7 @@ impl Recipe {
     /// it has when it is made.
     #[must_use]
     pub fn known_roles(&self) -> usize {
-        let game = self.environment.as_ref().filter(|spec| spec.kind == TicTacToe::KIND);
-        let roles = game.and_then(|spec| TicTacToe::new(spec).ok()).map(|game| game.roles().len());
-        roles.unwrap_or(1).max(1)
+        self.environment.as_ref().map_or(1, roles_of)
     }
 
     /// The longest wait of the trainer for a batch: an episode may take its whole time.

@@ -8,8 +8,9 @@
 //! - `exchange`: seconds of what ranks send each other, and of weights on their way to samplers
 //! - `show`: text and JSON
 //!
-//! Invariant: files are only read. A number that was not measured for this model on this device is an estimate of the hardware file,
-//! and the output says so; measurements of another model or device are refused.
+//! Invariant: files are only read, but for descriptions of models of the Hugging Face Hub, which are fetched into its cache. Decoding and
+//! training that were not measured for this model on this device are estimates of the hardware file, and the output says so; measurements
+//! of another model or device are refused.
 
 pub mod calibration;
 pub mod contention;
@@ -22,11 +23,14 @@ mod show;
 
 pub(crate) use show::{digits, limits_in_words};
 
+use std::path::Path;
+
 use model::{Config, Layout};
 use simulator::{RangeOverSeeds, Scenario, SimulationError};
 
 use crate::args::{CalibrationArgs, SimulateArgs};
 use crate::failure::Failure;
+use crate::huggingface::{FetchScope, HuggingFace, RepositoryName};
 use crate::program::Program;
 use crate::recipe::{Model, Recipe};
 
@@ -44,10 +48,10 @@ pub fn run(args: &SimulateArgs, program: &Program) -> Result<String, Failure> {
         return show::published(args.json);
     }
     // The command line requires a recipe without `--published`.
-    let path = args.recipe.as_deref().unwrap_or(std::path::Path::new(""));
-    let (recipe, _) = Recipe::load(path, &args.sets, program).map_err(Failure::Recipe)?;
+    let path = args.recipe.as_deref().unwrap_or(Path::new(""));
+    let [named, recipe] = described(path, &args.sets, program)?;
     let config = shape(&recipe)?;
-    let inputs = inputs_of(&recipe, &config, &args.inputs)?;
+    let inputs = inputs_of(&recipe, &named, &config, &args.inputs)?;
     let (scenario, notes) = inputs.scenario(&recipe, &config, args.steps)?;
     let range = simulated(&scenario, args.inputs.seeds)?;
     let shown = show::Shown {
@@ -60,12 +64,26 @@ pub fn run(args: &SimulateArgs, program: &Program) -> Result<String, Failure> {
     Ok(if args.json { shown.json() } else { shown.text() })
 }
 
-/// The hardware and the calibration that `args` name, for `recipe`.
+/// The recipe at `path` as a run records it, and with the descriptions of models of the Hugging Face Hub in the place of their names.
+///
+/// # Errors
+/// A recipe that is wrong, and a model that is not there.
+pub fn described(path: &Path, sets: &[String], program: &Program) -> Result<[Recipe; 2], Failure> {
+    let (recipe, _) = Recipe::load(path, sets, program).map_err(Failure::Recipe)?;
+    let hub = HuggingFace::of(program);
+    let is_named = matches!(&recipe.model, Model::Path(path) if RepositoryName::is_name(path));
+    let named = if is_named { hub.pinned(&recipe)? } else { recipe };
+    let described = hub.fetched(&named, FetchScope::Description)?;
+    Ok([named, described])
+}
+
+/// The hardware and the calibration that `args` name, for `recipe`, which a run records as `named`.
 ///
 /// # Errors
 /// Files that are wrong, and measurements of another model or device.
 pub fn inputs_of(
     recipe: &Recipe,
+    named: &Recipe,
     config: &Config,
     args: &CalibrationArgs,
 ) -> Result<ScenarioInputs, Failure> {
@@ -74,9 +92,9 @@ pub fn inputs_of(
     let hardware = Hardware::open(name)?;
     let mut measurements = Measurements::default();
     for path in &args.calibration {
-        measurements.read(path, recipe, config, &hardware)?;
+        measurements.read(path, named, config, &hardware)?;
     }
-    let calibration = Calibration::of(&measurements, recipe);
+    let calibration = Calibration::of(&measurements, recipe, config);
     ScenarioInputs::new(hardware, calibration, Layout::new(config)).with_runs(recipe, config)
 }
 

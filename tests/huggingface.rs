@@ -182,6 +182,8 @@ fn what_was_fetched_is_used_without_the_server() {
         plan.contains(&format!("model hf:tiny/model@{FIRST}: ")) && plan.contains(" MB are fetched"),
         "{plan}"
     );
+    let simulated = bench.rlrun(&[], &["simulate", "named.toml", "--steps", "4", "--seeds", "1"]).ok().stdout;
+    assert!(simulated.contains("4 steps in virtual time"), "{simulated}");
     assert!(!bench.weights().0.exists(), "a plan needs no weights");
     let first = bench.check(&[], &[]).ok();
     assert!(

@@ -80,6 +80,12 @@ fn measurements_of_something_else_are_refused() {
     );
     home.write("gpu.jsonl", bench(parameters(&home)).replace("\"threads\":2", "\"device\":\"cuda:0\""));
     assert!(refused(&["--calibration", "gpu.jsonl"]).contains("cuda:0"));
+    let in_f32 = "\"device\":\"cuda:0\",\"dtype\":\"f32\"";
+    home.write("f32.jsonl", bench(parameters(&home)).replace("\"threads\":2", in_f32));
+    let said = refused(&["--hardware", "h200", "--calibration", "f32.jsonl"]);
+    assert!(said.contains("not in the number format of the recipe"), "{said}");
+    let said = refused(&["--set", "rollout.group_size=1000000000000"]);
+    assert!(said.contains("completions can be in flight"), "{said}");
     home.write("text.jsonl", "{\"measure\":\n");
     assert!(refused(&["--calibration", "text.jsonl"]).contains("line 1 of"));
     assert!(refused(&["--calibration", "."]).contains("resolved.toml"));

@@ -17,6 +17,7 @@ pub(crate) mod text;
 mod write;
 
 pub use families::Architecture;
+pub use read::{MAX_LAYERS, MAX_WEIGHTS};
 
 use self::experts::ExpertRule;
 use crate::layer::{AttentionSpec, FeedForward, LatentSpec, LayerSpec};

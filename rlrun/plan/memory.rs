@@ -23,7 +23,7 @@ use crate::allocator::SPARE;
 use crate::recipe::words::{CriticKind, Ranks};
 use crate::recipe::{Model, Recipe};
 
-/// What a run takes whose model takes nothing: program, libraries, threads and the heap that the allocator keeps for each
+/// What a process takes whose model takes nothing: program, libraries, threads and the heap that the allocator keeps for each
 /// of them in pages of 2 MiB, measured with a model of 20 thousand weights: 70 to 100 MiB.
 const PROCESS: u64 = 72 << 20;
 /// Resident memory of an open tokenizer per byte of its `tokenizer.json`, measured with vocabularies of 50 000 and
@@ -66,7 +66,7 @@ pub enum Phase {
     SlowReader,
 }
 
-/// The memory of a process that samples and trains.
+/// The memory of the processes that sample and train, of samplers as far as the run starts them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Memory {
     /// All parts, largest idea first: the process, the trainer, the sampler.
@@ -80,7 +80,7 @@ impl Memory {
     pub fn of(recipe: &Recipe, config: &Config, tokenizer: u64) -> Self {
         let (recompute, quantization) = (recipe.trainer.recompute, recipe.rollout.quantization);
         let size = Size::of(config, recompute, quantization, F32);
-        let (trained, ranks) = (Trained::of(recipe, config), recipe.rollout.tensor as u64);
+        let (trained, [processes, ranks]) = (Trained::of(recipe, config), process_counts(recipe));
         let sampled = Size::of(&shard_of(config, recipe.rollout.tensor), recompute, quantization, F32);
         let (weights, world) = (size.weights, recipe.trainer.world as u64);
         // Over a base that stays quantised the factors are published, and the sampler computes with the base of the trainer.
@@ -92,12 +92,12 @@ impl Memory {
             (cache_positions(recipe, config), decoding_rows(recipe), micro_batch_tokens(recipe));
         let decoding = product(&[rows, ranks, sampled.decoding_per_token]);
         let keys = product(&[positions, ranks, sampled.cache_per_token]);
-        let cache = keys.saturating_add(states(recipe, config));
+        let cache = keys.saturating_add(product(&[samplers(recipe), states(recipe, config)]));
         let part = |name, what, bytes| Part { name, what, bytes, phase: Phase::Always };
         let [activations, logits] = of_passes(recipe, config, micro_batch);
         let mut parts = vec![
-            part("process", "program, libraries, threads", PROCESS),
-            part("tokenizer", "two open model directories", product(&[2, TOKENIZER, tokenizer])),
+            part("process", "program, libraries, threads each", product(&[processes, PROCESS])),
+            part("tokenizer", "two model directories each", product(&[processes, 2, TOKENIZER, tokenizer])),
             part("policy", "the weights that are trained, as ranks have them", trained.weights),
             part(
                 "gradients",
@@ -112,7 +112,7 @@ impl Memory {
             ),
             part("logits", "of rows of the micro-batch of every rank", logits),
             published(recipe, pushed),
-            part("served", "the version that is sampled from, packed", packed),
+            part("served", "the version that every sampler samples from, packed", packed),
             part("kv cache", "keys and values of all running sequences, and recurrent states", cache),
             part("decoding", "one step of all running sequences", decoding),
         ];
@@ -176,7 +176,11 @@ impl fmt::Display for Memory {
             writeln!(f, "{part}")?;
         }
         let (total, bound) = (mebibytes(self.total()), mebibytes(self.bound()));
-        writeln!(f, "  {:12} {total:>10}  most resident memory, `memory/peak_mib`", "total")?;
+        writeln!(
+            f,
+            "  {:12} {total:>10}  most resident memory of all processes; `memory/peak_mib` is that of one",
+            "total"
+        )?;
         write!(f, "  {:12} {bound:>10}  the same with the copies for slow readers", "at most")
     }
 }
@@ -192,6 +196,18 @@ impl fmt::Display for Part {
         };
         write!(f, "  {name:12} {:>10}  {what}{when}", mebibytes(*bytes))
     }
+}
+
+/// Samplers that a run starts: those that join from elsewhere have memory of their own.
+fn samplers(recipe: &Recipe) -> u64 {
+    if recipe.placement.processes { recipe.rollout_workers().max(1) as u64 } else { 1 }
+}
+
+/// Processes of a run, and ranks of all its samplers.
+fn process_counts(recipe: &Recipe) -> [u64; 2] {
+    let samplers = samplers(recipe);
+    let processes = if recipe.placement.processes { samplers.saturating_add(1) } else { 1 };
+    [processes, product(&[samplers, recipe.rollout.tensor as u64])]
 }
 
 /// Peak of these parts, bytes.
@@ -265,7 +281,7 @@ fn reference_copies(recipe: &Recipe) -> u64 {
 }
 
 /// The shape of the reference: a teacher may have another one than the policy, whose shape is `config`.
-fn reference_shape<'a>(recipe: &Recipe, config: &'a Config) -> Cow<'a, Config> {
+pub(crate) fn reference_shape<'a>(recipe: &Recipe, config: &'a Config) -> Cow<'a, Config> {
     let of_teacher = recipe.algorithm.reference.as_deref().and_then(|path| Config::load(path).ok());
     of_teacher.map_or(Cow::Borrowed(config), Cow::Owned)
 }

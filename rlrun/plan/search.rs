@@ -27,14 +27,14 @@ use crate::program::Program;
 use crate::recipe::{Model, Recipe, WITHOUT_CUDA};
 use crate::simulate::hardware::HardwareKind;
 use crate::simulate::inputs::ScenarioInputs;
-use crate::simulate::{inputs_of, shape, simulated};
+use crate::simulate::{described, inputs_of, shape, simulated};
 
 use candidate::{SearchCandidate, SearchSpace};
 use closed_form::{KnownTimes, TimedSettings, training_key};
 
 /// Completions that all candidates simulate together.
 const MAX_COMPLETIONS: u64 = 4_000_000;
-/// Fewest and most steps of a candidate, without those of its staleness.
+/// Fewest and most steps of a candidate, without those that fill its buffer.
 const STEPS: [u64; 2] = [6, 20];
 /// Steps of the best.
 const FINAL_STEPS: u64 = 40;
@@ -79,9 +79,9 @@ struct FoundSettings {
 /// A recipe, a hardware file or a calibration that is wrong, nothing that fits, or a file that cannot be written.
 pub fn run(args: &PlanArgs, program: &Program) -> Result<String, Failure> {
     let (path, sets) = (&args.recipe.recipe, &args.recipe.sets);
-    let (recipe, _) = Recipe::load(path, sets, program).map_err(Failure::Recipe)?;
+    let [named, recipe] = described(path, sets, program)?;
     let config = shape(&recipe)?;
-    let inputs = inputs_of(&recipe, &config, &args.inputs)?;
+    let inputs = inputs_of(&recipe, &named, &config, &args.inputs)?;
     let gpus = match inputs.hardware.kind {
         HardwareKind::Gpu => args.gpus.unwrap_or(1),
         HardwareKind::Cpu => {
@@ -92,25 +92,19 @@ pub fn run(args: &PlanArgs, program: &Program) -> Result<String, Failure> {
             0
         }
     };
+    if gpus > 0 {
+        refuse_placed_roles(&recipe)?;
+    }
     let search = PlanSearch { recipe: &recipe, config: &config, inputs: &inputs, seeds: args.inputs.seeds };
-    let space = SearchSpace::new(&recipe, gpus as usize, args.any_batch);
+    let space = SearchSpace::new(&recipe, &inputs, gpus as usize, args.any_batch);
     let found = search.found(&space, |candidate| {
         rules(candidate, path, sets, program)?;
         search.divides_model(candidate)
     })?;
     if found.best.is_empty() {
-        let reasons: Vec<&str> = found.refused.keys().map(String::as_str).take(REASONS).collect();
-        let what = format!(
-            "no settings of {} fit {} and the rules of recipes: {} need too much memory, at least {:.1} GiB of {:.1}; {}; give more \
-             devices with `--gpus`, or change the recipe",
-            recipe.name,
-            inputs.hardware.name,
-            found.too_large.0,
-            found.too_large.1 / f64::from(1 << 30),
-            inputs.hardware.memory_bytes.value / f64::from(1 << 30),
-            reasons.join("; ")
-        );
-        return Err(Failure::DoesNotFit(what));
+        // What cannot be simulated at all has one reason.
+        inputs.scenario(&recipe, &config, STEPS[0])?;
+        return Err(nothing_fits(&found, &recipe, &inputs));
     }
     let mut text = show::text(&found, &recipe, &inputs.hardware, gpus);
     if let Some(file) = &args.write {
@@ -119,6 +113,55 @@ pub fn run(args: &PlanArgs, program: &Program) -> Result<String, Failure> {
         text += &format!("\nwrote {}; next: rlrun check {}", file.display(), file.display());
     }
     Ok(text)
+}
+
+/// Refuses keys that place roles on devices or in processes: the written recipe extends the given one and cannot remove them.
+fn refuse_placed_roles(recipe: &Recipe) -> Result<(), Failure> {
+    let placement = &recipe.placement;
+    let given: Vec<String> = [
+        ("processes", placement.processes),
+        ("rollout_workers", placement.rollout_workers.is_some()),
+        ("trainer_device", placement.trainer_device.is_some()),
+        ("trainer_devices", placement.trainer_devices.is_some()),
+        ("rollout_device", placement.rollout_device.is_some()),
+        ("rollout_devices", placement.rollout_devices.is_some()),
+    ]
+    .into_iter()
+    .filter(|(_, is_given)| *is_given)
+    .map(|(key, _)| format!("`placement.{key}`"))
+    .collect();
+    if given.is_empty() {
+        return Ok(());
+    }
+    let what = format!(
+        "{} gives {}, and the search places roles on GPUs itself; remove these keys",
+        recipe.name,
+        given.join(", ")
+    );
+    Err(Failure::Argument(what))
+}
+
+/// Why no settings were found: memory, and the first rules.
+fn nothing_fits(found: &FoundSettings, recipe: &Recipe, inputs: &ScenarioInputs) -> Failure {
+    let gib = |bytes: f64| format!("{:.1} GiB", bytes / f64::from(1 << 30));
+    let (too_large, least) = found.too_large;
+    let memory = (too_large > 0).then(|| {
+        let memory = gib(inputs.hardware.memory_bytes.value);
+        format!("{too_large} need too much memory, at least {} of {memory}", gib(least))
+    });
+    let refused = found.refused.keys().take(REASONS).cloned();
+    let reasons: Vec<String> = memory.into_iter().chain(refused).collect();
+    Failure::DoesNotFit(format!(
+        "no settings of {} fit {} and the rules of recipes: {}; give more devices with `--gpus`, or change the recipe",
+        recipe.name,
+        inputs.hardware.name,
+        reasons.join("; ")
+    ))
+}
+
+/// Steps that fill the buffer of a candidate before those that count.
+fn filling_steps(max_staleness: u64) -> u64 {
+    max_staleness.min(STEPS[1])
 }
 
 /// What is searched.
@@ -147,10 +190,15 @@ impl PlanSearch<'_> {
             too_large = (too_large.0 + count, least.min(too_large.1));
             fitting.extend(fits);
         }
-        let completions = (self.recipe.buffer.batch_groups * self.recipe.rollout.group_size) as u64;
+        let completions =
+            self.recipe.buffer.batch_groups.saturating_mul(self.recipe.rollout.group_size) as u64;
         let bounds = space.staleness();
-        let all = (fitting.len() * bounds.len()) as u64 * completions.max(1);
-        let steps = (MAX_COMPLETIONS / all.max(1)).clamp(STEPS[0], STEPS[1]);
+        // Completions of a step of every candidate with one bound.
+        let of_step = (fitting.len() as u64).saturating_mul(completions);
+        let filling: u64 = bounds.iter().map(|bound| filling_steps(*bound)).sum();
+        let all = of_step.saturating_mul(bounds.len() as u64);
+        let rest = MAX_COMPLETIONS.saturating_sub(of_step.saturating_mul(filling));
+        let steps = (rest / all.max(1)).clamp(STEPS[0], STEPS[1]);
         let mut played = PlayedScenarios { search: self, known: BTreeMap::new() };
         let mut ranked = Vec::new();
         for (candidate, memory) in fitting {
@@ -266,9 +314,10 @@ struct PlayedScenarios<'a> {
 }
 
 impl PlayedScenarios<'_> {
-    /// A candidate that needs `memory` bytes, simulated for `steps` steps and those of its staleness.
+    /// A candidate that needs `memory` bytes, simulated for `steps` steps and those that fill its buffer.
     fn ranked(&mut self, candidate: SearchCandidate, memory: f64, steps: u64) -> Result<Ranked, Failure> {
-        let (scenario, _) = self.search.scenario(&candidate, steps + candidate.max_staleness)?;
+        let (scenario, _) =
+            self.search.scenario(&candidate, steps + filling_steps(candidate.max_staleness))?;
         // Settings that differ in memory alone are simulated once.
         let key = format!("{scenario:?}");
         let range = match self.known.get(&key) {

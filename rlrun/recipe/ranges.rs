@@ -5,6 +5,7 @@
 
 use super::diagnostic::Diagnostic;
 use super::layers::Origins;
+use model::config::{MAX_LAYERS, MAX_WEIGHTS};
 use rewards::RewardSpec;
 
 use super::schema::{CheckpointSection, RandomModel, RawRecipe};
@@ -206,6 +207,7 @@ fn check_random(random: &RandomModel, checker: &mut Checker<'_>) {
     ] {
         checker.at_least_one(path, value);
     }
+    check_random_size(random, checker);
     if per_token > experts {
         let message =
             format!("`model.random.experts_per_token` is {per_token}, and `model.random.experts` {experts}");
@@ -225,6 +227,33 @@ fn check_random(random: &RandomModel, checker: &mut Checker<'_>) {
                 "leave it out, or set `model.random.architecture` to a family with experts, such as \"olmoe\"",
             );
         }
+    }
+}
+
+/// The limits of models in files, with which no size that is computed overflows.
+fn check_random_size(random: &RandomModel, checker: &mut Checker<'_>) {
+    if random.num_layers > MAX_LAYERS {
+        let path = "model.random.num_layers";
+        let message = format!("`{path}` is {}; it must be at most {MAX_LAYERS}", random.num_layers);
+        return checker.report(path, message, "");
+    }
+    let experts = if random.architecture.has_experts() { random.experts()[0] } else { 1 };
+    let [hidden, middle, experts, layers] =
+        [random.hidden_size, random.intermediate_size, experts, random.num_layers].map(|size| size as u128);
+    // An attention or a recurrence has matrices of at most twice the width of the stream each.
+    let feed_forward = experts.saturating_mul(3 * middle + 1);
+    let layer = (8 * hidden).saturating_add(feed_forward).saturating_mul(hidden);
+    let weights = layers.saturating_mul(layer).saturating_add(2 * model::CHARACTERS as u128 * hidden);
+    if weights > MAX_WEIGHTS {
+        let message =
+            format!("a model of these sizes has about {weights} weights, and at most {MAX_WEIGHTS}");
+        let paths = [
+            "model.random.hidden_size",
+            "model.random.intermediate_size",
+            "model.random.num_layers",
+            "model.random.experts",
+        ];
+        checker.report_latest(&paths, message, "lower one of them");
     }
 }
 

@@ -180,6 +180,11 @@ fn wrong_types_and_ranges_point_at_the_value() {
         ("data.chat=true", "`data.chat` has no effect on the generated tasks"),
         ("data.arithmetic.questions=[\"add\"]", "`data.arithmetic.questions[0]` cannot be \"add\""),
         ("data.arithmetic.max_operand=9", "8500 tasks are more than the 100 additions of numbers up to 9"),
+        (
+            "model.random.num_layers=1000000000000000000",
+            "`model.random.num_layers` is 1000000000000000000; it must be",
+        ),
+        ("model.random.hidden_size=8589934592", "a model of these sizes has about "),
         ("model.random.hidden_size=66", "`hidden_size` 66 does not split into 4 heads"),
         ("model.random.num_kv_heads=3", "4 heads (`num_heads`) do not share 3 key and value heads evenly"),
         ("name=a/b", "`name` is \"a/b\"; it must be usable as the name of a directory"),

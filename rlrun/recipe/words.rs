@@ -364,6 +364,12 @@ pub enum SupervisedKind {
 }
 
 impl SupervisedKind {
+    /// Whether it learns from pairs of completions.
+    #[must_use]
+    pub fn has_pairs(self) -> bool {
+        self != Self::Sft
+    }
+
     /// The word of the recipe.
     #[must_use]
     pub fn as_str(self) -> &'static str {

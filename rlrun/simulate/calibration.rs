@@ -3,6 +3,7 @@
 //! Invariant: of several measurements of one value the first in this order is taken: benchmarks of parts, runs, loops of benchmarks; of
 //! several runs, or loops, the one that was read last. Steps of training and decoding are rather those of a synchronous run.
 
+use model::Config;
 use model::thread_pool::available_cores;
 use simulator::{LatencyModel, LengthModel};
 
@@ -10,7 +11,7 @@ use super::contention::{MeasuredContention, MeasuredSampling};
 use super::measured_run::MeasuredRun;
 use super::measurements::{BenchmarkResults, Measurements};
 use crate::recipe::Recipe;
-use crate::recipe::words::WeightTransport;
+use crate::recipe::words::{CriticKind, WeightTransport};
 
 /// Share of the variance of the logarithm of lengths that prompts have, where no measurement says it.
 pub(super) const SHARED: f64 = 0.5;
@@ -76,22 +77,23 @@ pub struct MeasuredTraining {
 }
 
 impl Calibration {
-    /// What `measurements` say about `recipe`.
+    /// What `measurements` say about `recipe`, whose model has the shape `config`.
     #[must_use]
-    pub fn of(measurements: &Measurements, recipe: &Recipe) -> Self {
+    pub fn of(measurements: &Measurements, recipe: &Recipe, config: &Config) -> Self {
         let Measurements { benchmarks, .. } = measurements;
         let prompt_tokens = measurements.last(|run| run.prompt_tokens);
         let prompt = prompt_tokens_of(prompt_tokens, recipe);
         let training = |run: &MeasuredRun| run.training(run.prompt_tokens.unwrap_or(prompt));
         let synchronous = measurements
             .last(|run| training(run).filter(|_| run.is_alone() && run.has_one_pass))
-            .filter(|_| !recipe.needs_reference());
+            .filter(|_| !recipe.needs_reference() && !trains_critic(recipe));
         let synchronous_sampling = measurements.last(|run| run.sampling().filter(|_| run.is_alone()));
         let contention = measurements.last(|run| {
             let asynchronous = run.shares_cores && run.has_one_pass && !run.is_alone();
             let (sampling, training) = (run.sampling()?, training(run)?);
             asynchronous.then_some(MeasuredContention { sampling, training, idle: run.idle })
         });
+        let longest = longest_completion(recipe, config, prompt);
         // Of runs rather one in which the sides did not slow each other.
         let mut parts = benchmarks.clone();
         let mut is_contended = false;
@@ -114,7 +116,7 @@ impl Calibration {
             is_contended: is_contended && (synchronous.is_none() || synchronous_sampling.is_none()),
             trained_share: measurements.last(|run| Some(run.trained_share)),
             prompt_tokens,
-            lengths: measurements.last(|run| Some(run.length_model(recipe.rollout.max_completion_length))),
+            lengths: measurements.last(|run| Some(run.length_model(longest))),
             reward: measurements.last(MeasuredRun::reward_time),
             publish_s: measurements.last(|run| Some((run.transport, run.publish_s?))),
             stall_s: measurements.last(|run| run.stall_s),
@@ -152,6 +154,20 @@ fn prompt_tokens_of(measured: Option<f64>, recipe: &Recipe) -> f64 {
     measured.unwrap_or(recipe.data.max_prompt_length as f64 / 2.0)
 }
 
+/// Most tokens that a trajectory samples if its prompt has `prompt` tokens: an episode those of all its turns, as far as it has space.
+pub(super) fn longest_completion(recipe: &Recipe, config: &Config, prompt: f64) -> f64 {
+    let of_turn = recipe.rollout.max_completion_length as f64;
+    recipe.environment.as_ref().map_or(of_turn, |environment| {
+        let space = recipe.episode_tokens(config.max_context()) as f64 - prompt;
+        (of_turn * environment.max_turns.max(1) as f64).min(space).max(1.0)
+    })
+}
+
+/// Whether a critic with weights of its own is trained.
+pub(super) fn trains_critic(recipe: &Recipe) -> bool {
+    recipe.critic().is_some_and(|critic| critic.kind == CriticKind::Separate)
+}
+
 impl MeasuredRun {
     /// Whether each side had all cores while it worked.
     fn is_alone(&self) -> bool {
@@ -175,17 +191,17 @@ impl MeasuredRun {
         Some(MeasuredSampling { batch, max_staleness, max_running, token_s: self.sampled_token_s? })
     }
 
-    /// A decode step of as many sequences as it could run.
+    /// A decode step of one sampler with as many sequences as it could run.
     fn decode(&self) -> Option<MeasuredDecode> {
         let slots = self.completions() * (self.max_staleness as f64 + 1.0);
-        let sequences = slots.min(self.max_running as f64);
+        let sequences = (slots / self.samplers as f64).min(self.max_running as f64);
         let seconds = sequences * self.sampled_token_s?;
         Some(MeasuredDecode { threads: available_cores(), sequences, seconds })
     }
 
     /// Lengths of its completions, for a limit of `cap` tokens.
-    fn length_model(&self, cap: usize) -> LengthModel {
+    fn length_model(&self, cap: f64) -> LengthModel {
         let [length, longest] = self.lengths;
-        LengthModel::from_longest([length.max(1.0), longest.max(1.0), cap as f64], self.completions(), SHARED)
+        LengthModel::from_longest([length.max(1.0), longest.max(1.0), cap], self.completions(), SHARED)
     }
 }

@@ -8,6 +8,7 @@ use std::path::Path;
 use serde::Deserialize;
 
 use crate::failure::Failure;
+use crate::recipe::words::ModelDtype;
 
 /// Largest file, bytes.
 const MAX_BYTES: u64 = 64 << 10;
@@ -52,6 +53,8 @@ pub struct Hardware {
     pub kind: HardwareKind,
     /// Operations per second: dense bf16 on a GPU, f32 on cores.
     pub flops_per_s: SourcedNumber,
+    /// Operations per second of a GPU in f32.
+    pub flops_f32_per_s: Option<SourcedNumber>,
     /// Bytes of memory.
     pub memory_bytes: SourcedNumber,
     /// Bytes per second from memory.
@@ -135,6 +138,15 @@ impl Hardware {
         devices as f64 <= self.devices_per_machine.value
     }
 
+    /// Operations per second with numbers of this format; `None` if the file does not say it.
+    #[must_use]
+    pub fn flops(&self, dtype: ModelDtype) -> Option<f64> {
+        match (self.kind, dtype) {
+            (HardwareKind::Gpu, ModelDtype::F32) => self.flops_f32_per_s.as_ref().map(|number| number.value),
+            _ => Some(self.flops_per_s.value),
+        }
+    }
+
     /// All numbers by their keys.
     pub fn numbers(&self) -> impl Iterator<Item = (&'static str, &SourcedNumber)> {
         [
@@ -153,6 +165,7 @@ impl Hardware {
             ("launch_s", &self.launch_s),
         ]
         .into_iter()
+        .chain(self.flops_f32_per_s.iter().map(|number| ("flops_f32_per_s", number)))
     }
 }
 
@@ -168,7 +181,17 @@ mod tests {
             assert!(hardware.numbers().all(|(_, number)| number.source.len() > 10), "{name}");
         }
         assert_eq!(Hardware::open("H200").unwrap().memory_bytes.value, 141e9);
-        assert_eq!(Hardware::open("cpu").unwrap().kind, HardwareKind::Cpu);
+        let cpu = Hardware::open("cpu").unwrap();
+        assert_eq!(cpu.kind, HardwareKind::Cpu);
+        assert_eq!(cpu.flops(ModelDtype::F32), Some(cpu.flops_per_s.value));
+        // Tensor cores compute no products in f32.
+        for (name, _) in KNOWN.iter().filter(|(name, _)| *name != "cpu") {
+            let gpu = Hardware::open(name).unwrap();
+            assert!(
+                gpu.flops(ModelDtype::F32).unwrap() < 0.3 * gpu.flops(ModelDtype::Auto).unwrap(),
+                "{name}"
+            );
+        }
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! The scenario of a recipe, from its keys, measurements and hardware.
 //!
-//! Invariant: a measurement wins over an estimate, and every estimate has a note with the command that measures it.
+//! Invariant: a measurement wins over an estimate. An estimate of decoding or of training has a note with the command that measures it;
+//! those of prefill, of weights and of what both sides share have none.
 
 use model::thread_pool::available_cores;
 use model::{Config, Layout, Recompute};
@@ -9,10 +10,11 @@ use simulator::{
     SamplerFleet, Scenario, SimulationError, ToolCalls, TrainingCost, WeightDelivery,
 };
 
-use super::calibration::{Calibration, MeasuredTraining, SHARED};
+use super::calibration::{Calibration, MeasuredTraining, SHARED, longest_completion, trains_critic};
 use super::exchange::{RankExchange, SamplerExchange, VersionTransfer};
 use super::hardware::{Hardware, HardwareKind};
 use crate::failure::Failure;
+use crate::plan::memory::reference_shape;
 use crate::plan::traffic::trained_values;
 use crate::plan::{BatchPlan, refuse_degrees};
 use crate::recipe::Recipe;
@@ -34,6 +36,8 @@ pub struct ScenarioInputs {
     /// The weights of the model.
     pub layout: Layout,
     factors: TimeFactors,
+    /// Work of a forward pass of the reference over that of the policy: a teacher may have another shape.
+    reference_work: f64,
 }
 
 /// Factors of times, as runs have measured them.
@@ -57,12 +61,15 @@ struct TokenWork {
     cached: f64,
     /// Bytes of a weight.
     width: f64,
+    /// Operations per second of the hardware in the number format of the weights.
+    flops: f64,
 }
 
 /// The passes of a step, and how ranks divide them.
 #[derive(Clone, Copy, Debug)]
 struct StepSplit {
-    /// Passes over a token: forwards, and backwards as two each.
+    /// Passes over a token, each as long as a forward of the policy: forwards, and backwards as two each, of the policy, the reference and
+    /// a critic of the policy's shape.
     passes: f64,
     /// Ranks that share a pass over the same tokens.
     sharing: f64,
@@ -84,14 +91,16 @@ struct StepCost {
 }
 
 impl StepSplit {
-    fn of(recipe: &Recipe, hardware: HardwareKind) -> Self {
+    /// With a reference whose forward pass has `reference_work` times the work of the policy's.
+    fn of(recipe: &Recipe, hardware: HardwareKind, reference_work: f64) -> Self {
         let trainer = &recipe.trainer;
         let recomputed = if trainer.recompute == Recompute::None { 0.0 } else { 1.0 };
-        let reference = if recipe.needs_reference() { 1.0 } else { 0.0 };
+        let reference = if recipe.needs_reference() { reference_work } else { 0.0 };
+        let trained = if trains_critic(recipe) { 2.0 } else { 1.0 };
         let sharing = trainer.parallel.config().of_pass().max(1) as f64;
         let ranks = (trainer.world as f64 / sharing).max(1.0);
         Self {
-            passes: trainer.epochs as f64 * (PASSES + recomputed) + reference,
+            passes: trained * trainer.epochs as f64 * (PASSES + recomputed) + reference,
             sharing,
             ranks,
             slowdown: if hardware == HardwareKind::Gpu { 1.0 } else { sharing * ranks },
@@ -100,20 +109,23 @@ impl StepSplit {
 }
 
 impl ScenarioInputs {
-    /// Without factors of runs.
+    /// Without factors of runs, and with a reference of the policy's shape.
     #[must_use]
     pub fn new(hardware: Hardware, calibration: Calibration, layout: Layout) -> Self {
-        Self { hardware, calibration, layout, factors: TimeFactors { sampling: 1.0, contention: None } }
+        let factors = TimeFactors { sampling: 1.0, contention: None };
+        Self { hardware, calibration, layout, factors, reference_work: 1.0 }
     }
 
     /// With the factors that the runs of the calibration have measured, which ran this `recipe` on all cores: a synchronous one what
-    /// sampling takes, an asynchronous one what both sides lose while the other one computes.
+    /// sampling takes, an asynchronous one what both sides lose while the other one computes. The reference has its own shape.
     ///
     /// # Errors
     /// As [`Self::scenario`].
     pub fn with_runs(mut self, recipe: &Recipe, config: &Config) -> Result<Self, Failure> {
         /// Steps of the scenario, which are not simulated.
         const STEPS: u64 = 10;
+        self.reference_work =
+            multiply_adds(&reference_shape(recipe, config)) / multiply_adds(config).max(1.0);
         let Some(sampling) = self.calibration.synchronous_sampling else { return Ok(self) };
         let mut on_all_cores = recipe.clone();
         on_all_cores.placement.rollout_threads = None;
@@ -147,16 +159,19 @@ impl ScenarioInputs {
         refuse_degrees(recipe, config)?;
         let mut notes = Vec::new();
         let work = self.work(recipe, config);
-        let lengths = self.lengths(recipe, &mut notes);
         let prompt_tokens = self.calibration.prompt_tokens(recipe);
+        let longest = longest_completion(recipe, config, prompt_tokens);
+        let lengths = self.lengths(recipe, longest, &mut notes);
         let samplers = if recipe.placement.processes { recipe.rollout_workers().max(1) } else { 1 };
         let cores = self.cores_factor(recipe, samplers);
         let sums = SamplerExchange::of(&self.hardware, recipe, config);
         let factor = cores[0] * self.factors.sampling;
         let decode = self.decode(&work, &sums, &mut notes).times(factor).plus(sums.decode_s);
-        let prefill = self.calibration.parts.prefill_token_s.unwrap_or_else(|| {
-            2.0 * work.products / (self.hardware.flops_per_s.value * self.hardware.prefill_share.value)
-        });
+        let prefill = self
+            .calibration
+            .parts
+            .prefill_token_s
+            .unwrap_or_else(|| 2.0 * work.products / (work.flops * self.hardware.prefill_share.value));
         let prefill = PrefillCost {
             fixed_s: sums.decode_s[0],
             per_token_s: prefill * sums.share * factor + sums.prefill_token_s,
@@ -166,7 +181,7 @@ impl ScenarioInputs {
             steps,
             warm_steps,
             batch_groups: recipe.buffer.batch_groups,
-            group_size: recipe.rollout.group_size,
+            group_size: completions_of_group(recipe),
             max_staleness: recipe.buffer.max_staleness,
             on_stale: recipe.buffer.on_stale,
             slots: None,
@@ -196,6 +211,13 @@ impl ScenarioInputs {
             sharing: self.sharing(recipe, &work),
             lengths,
         };
+        self.note_assumptions(recipe, &mut notes);
+        scenario.check().map_err(|error| refused(&error))?;
+        Ok((scenario, notes))
+    }
+
+    /// Adds what is assumed without a measurement.
+    fn note_assumptions(&self, recipe: &Recipe, notes: &mut Vec<String>) {
         if recipe.environment.is_some() {
             notes.push("turns of the environment are assumed to be all of `max_turns`, and its answers to take no time".to_owned());
         }
@@ -204,11 +226,15 @@ impl ScenarioInputs {
                 "the recipe names no GPU: both sides are simulated on one, at the same time".to_owned(),
             );
         }
+        if self.hardware.flops(recipe.dtype).is_none() {
+            notes.push(format!(
+                "products in f32 are assumed to be as fast as in bf16: the hardware file of {} has no flops_f32_per_s",
+                self.hardware.name
+            ));
+        }
         if self.calibration.reward.is_none() {
             notes.push("rewards are assumed to take no time; `--calibration RUN` takes their times from an earlier run".to_owned());
         }
-        scenario.check().map_err(|error| refused(&error))?;
-        Ok((scenario, notes))
     }
 
     fn work(&self, recipe: &Recipe, config: &Config) -> TokenWork {
@@ -217,17 +243,18 @@ impl ScenarioInputs {
         let layers = config.attention_layers() as f64;
         TokenWork {
             parameters: self.layout.len() as f64,
-            products: (config.layer_multiply_adds() + config.vocab_size * config.hidden_size) as f64,
+            products: multiply_adds(config),
             seen: 4.0 * layers * (config.num_heads * config.head_dim) as f64,
             cached: 2.0 * layers * (config.num_kv_heads * config.head_dim) as f64 * width,
             width,
+            flops: self.hardware.flops(recipe.dtype).unwrap_or(self.hardware.flops_per_s.value),
         }
     }
 
-    fn lengths(&self, recipe: &Recipe, notes: &mut Vec<String>) -> LengthModel {
+    /// Lengths of what a trajectory samples, at most `cap` tokens.
+    fn lengths(&self, recipe: &Recipe, cap: f64, notes: &mut Vec<String>) -> LengthModel {
         /// Standard deviation of the logarithm of lengths, where nothing was measured.
         const SPREAD: f64 = 0.6;
-        let cap = recipe.rollout.max_completion_length as f64;
         if recipe.rollout.ignore_stop {
             return LengthModel::constant(cap);
         }
@@ -260,7 +287,7 @@ impl ScenarioInputs {
     fn decode(&self, work: &TokenWork, sums: &SamplerExchange, notes: &mut Vec<String>) -> DecodeCurve {
         let hardware = &self.hardware;
         let bandwidth = hardware.bandwidth_bytes_per_s.value * hardware.decoding_share.value;
-        let flops = hardware.flops_per_s.value * hardware.prefill_share.value;
+        let flops = work.flops * hardware.prefill_share.value;
         let token = work.cached / bandwidth;
         let measured = DecodeCurve::measured(
             &self.calibration.decode_on(None),
@@ -285,8 +312,9 @@ impl ScenarioInputs {
         cores: f64,
         notes: &mut Vec<String>,
     ) -> TrainingCost {
-        let step_tokens = mean_tokens * (recipe.buffer.batch_groups * recipe.rollout.group_size) as f64;
-        let split = StepSplit::of(recipe, self.hardware.kind);
+        let step_tokens =
+            mean_tokens * recipe.buffer.batch_groups as f64 * completions_of_group(recipe) as f64;
+        let split = StepSplit::of(recipe, self.hardware.kind, self.reference_work);
         let estimated = self.estimated_step(recipe, work, &split, step_tokens);
         let cost = self.measured_step(&split, &estimated).unwrap_or_else(|| {
             notes.push(self.not_calibrated("training", "train"));
@@ -321,7 +349,7 @@ impl ScenarioInputs {
         step_tokens: f64,
     ) -> StepCost {
         let (hardware, trainer) = (&self.hardware, &recipe.trainer);
-        let flops = hardware.flops_per_s.value * hardware.training_share.value;
+        let flops = work.flops * hardware.training_share.value;
         let [token_s, square_s] = [2.0 * work.products, work.seen / 2.0]
             .map(|operations| split.passes * operations * split.slowdown / flops / split.sharing);
         let bandwidth = hardware.bandwidth_bytes_per_s.value * hardware.decoding_share.value;
@@ -412,7 +440,8 @@ impl ScenarioInputs {
     /// were measured.
     fn decoding_beside(&self, recipe: &Recipe, threads: usize) -> Option<f64> {
         let slots = recipe.buffer.batch_groups as u64 * recipe.buffer.max_staleness.saturating_add(1);
-        let limit = (recipe.rollout.max_running as u64).min(slots * recipe.rollout.group_size as u64);
+        let completions = slots.saturating_mul(completions_of_group(recipe) as u64);
+        let limit = (recipe.rollout.max_running as u64).min(completions);
         let context = self.calibration.parts.decode_context;
         let on = |threads: Option<usize>| {
             let curve = DecodeCurve::measured(&self.calibration.decode_on(threads), context, 0.0)?;
@@ -437,6 +466,16 @@ impl ScenarioInputs {
         let threads = |given: Option<usize>| given.map_or(share, |threads| threads as f64).clamp(0.1, all);
         [recipe.placement.rollout_threads, recipe.placement.trainer_threads].map(|given| all / threads(given))
     }
+}
+
+/// Completions of a group: every role of an environment has one of its own.
+fn completions_of_group(recipe: &Recipe) -> usize {
+    recipe.rollout.group_size.saturating_mul(recipe.known_roles())
+}
+
+/// Multiply-adds of a token in a model of the shape `config`, without attention.
+fn multiply_adds(config: &Config) -> f64 {
+    (config.layer_multiply_adds() + config.vocab_size * config.hidden_size) as f64
 }
 
 fn refused(error: &SimulationError) -> Failure {
@@ -470,6 +509,8 @@ fn fitted(steps: &[MeasuredTraining], square: f64) -> Option<[f64; 2]> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::recipe::schema::CriticSection;
+    use crate::recipe::words::CriticKind;
 
     #[test]
     fn two_lengths_give_both_costs_and_one_length_the_estimated_ratio() {
@@ -486,5 +527,47 @@ mod tests {
         let [token, square] = fitted(&[step(16.0, 1024.0)], 5e-5).unwrap();
         assert!((token / 2e-5 - 1.0).abs() < 1e-6 && (square / 1e-9 - 1.0).abs() < 1e-6, "{token} {square}");
         assert_eq!(fitted(&[], 0.0), None);
+    }
+    fn shipped(name: &str) -> (Recipe, Config) {
+        let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("recipes").join(name);
+        let recipe = Recipe::load(&path, &[], &crate::program::Program::default()).unwrap().0;
+        let config = crate::simulate::shape(&recipe).unwrap();
+        (recipe, config)
+    }
+
+    fn estimates(config: &Config, hardware: &str) -> ScenarioInputs {
+        ScenarioInputs::new(Hardware::open(hardware).unwrap(), Calibration::default(), Layout::new(config))
+    }
+
+    #[test]
+    fn an_episode_has_the_tokens_of_its_turns_and_a_group_an_episode_of_each_role() {
+        let (recipe, config) = shipped("selfplay_tictactoe.toml");
+        let (scenario, _) = estimates(&config, "cpu").scenario(&recipe, &config, 10).unwrap();
+        assert_eq!((scenario.group_size, scenario.lengths.longest()), (32, 36.0));
+        let (mut recipe, config) = shipped("guess_number.toml");
+        let inputs = estimates(&config, "cpu");
+        let longest = |recipe: &Recipe| inputs.scenario(recipe, &config, 10).unwrap().0.lengths.longest();
+        assert_eq!(longest(&recipe), 72.0);
+        // An episode of 60 tokens has space for 40 after its prompt.
+        recipe.environment.as_mut().unwrap().max_tokens = Some(60);
+        assert_eq!(longest(&recipe), 40.0);
+    }
+
+    #[test]
+    fn a_critic_trains_a_teacher_scores_by_its_size_and_f32_has_its_own_speed() {
+        let (mut recipe, config) = shipped("guess_number.toml");
+        let passes = |recipe: &Recipe| StepSplit::of(recipe, HardwareKind::Cpu, 4.0).passes;
+        recipe.algorithm.kl_coef = 0.0;
+        let alone = passes(&recipe);
+        recipe.critic = Some(CriticSection { kind: CriticKind::Separate, ..CriticSection::default() });
+        assert_eq!(passes(&recipe), 2.0 * alone);
+        recipe.algorithm.kl_coef = 0.1;
+        assert_eq!(passes(&recipe), 2.0 * alone + 4.0);
+        recipe.dtype = ModelDtype::F32;
+        let mut inputs = estimates(&config, "h200");
+        assert_eq!(inputs.work(&recipe, &config).flops, 6.69e13);
+        inputs.hardware.flops_f32_per_s = None;
+        let (_, notes) = inputs.scenario(&recipe, &config, 10).unwrap();
+        assert!(notes.iter().any(|note| note.contains("flops_f32_per_s")), "{notes:?}");
     }
 }

@@ -2,11 +2,14 @@
 //!
 //! Invariant: numbers are means over the steps after the start, in which a run differs from what it is later.
 
+use environments::EnvironmentSpec;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use simulator::LatencyModel;
 
+use super::hardware::HardwareKind;
 use crate::recipe::words::WeightTransport;
+use crate::settings::roles_of;
 
 /// Steps that are left out at the start, beside one for each version of staleness.
 const STARTING: usize = 3;
@@ -34,8 +37,14 @@ pub type RecipeValues = Map<String, Value>;
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct MeasuredRun {
-    /// Groups of a batch, and completions of a group.
+    /// Groups of a batch, and completions of a group: each role of an environment has one of its own.
     pub batch: [usize; 2],
+    /// Ranks of the trainer.
+    #[serde(default = "one")]
+    pub ranks: usize,
+    /// Samplers.
+    #[serde(default = "one")]
+    pub samplers: usize,
     /// Most sequences that a sampler decodes together.
     pub max_running: usize,
     /// Bound on staleness, versions.
@@ -60,7 +69,7 @@ pub struct MeasuredRun {
     pub sampled_token_s: Option<f64>,
     /// Publishing of weights.
     pub publish_s: Option<f64>,
-    /// Time that decoding stops for new weights.
+    /// Time that the decoding of one sampler stops for new weights.
     pub stall_s: Option<f64>,
     /// Longest time that a step waited for a checkpoint.
     pub checkpoint_s: Option<f64>,
@@ -95,10 +104,10 @@ impl MeasuredRun {
             .and_then(|groups| groups.checked_mul(size as u64))
             .and_then(|completions| completions.checked_mul(self.max_staleness.checked_add(1)?))
             .filter(|slots| (1..=MOST_SLOTS).contains(slots));
-        if slots.is_none() || self.max_running == 0 {
+        if slots.is_none() || [self.max_running, self.ranks, self.samplers].contains(&0) {
             return Err(format!(
-                "has batches of {groups} x {size} completions, a bound of {} and {} running sequences",
-                self.max_staleness, self.max_running
+                "has batches of {groups} x {size} completions, a bound of {}, {} running sequences, {} ranks and {} samplers",
+                self.max_staleness, self.max_running, self.ranks, self.samplers
             ));
         }
         let times = [self.training_s, self.sampled_token_s, self.publish_s, self.stall_s, self.checkpoint_s];
@@ -117,7 +126,10 @@ impl MeasuredRun {
     fn means(values: &RecipeValues, metrics: &str, timeline: &str) -> Option<Self> {
         let number = |section: &str, key: &str| value_of(values, section, key)?.as_u64();
         let count = |section: &str, key: &str| Some(number(section, key)? as usize);
-        let batch = [count("buffer", "batch_groups")?, count("rollout", "group_size")?];
+        let size = count("rollout", "group_size")?.checked_mul(roles(values))?;
+        let batch = [count("buffer", "batch_groups")?, size];
+        let processes = has_values(values, &[("placement", "processes", "true")]);
+        let samplers = count("placement", "rollout_workers").filter(|_| processes).unwrap_or(1).max(1);
         let max_staleness = number("buffer", "max_staleness")?;
         let epochs = number("trainer", "epochs").unwrap_or(1) as f64;
         let transport = value_of(values, "weights", "transport").cloned();
@@ -133,6 +145,8 @@ impl MeasuredRun {
         let saves = saves.filter(|seconds| *seconds > 0.0);
         Some(Self {
             batch,
+            ranks: count("trainer", "world").unwrap_or(1),
+            samplers,
             max_running: count("rollout", "max_running")?,
             max_staleness,
             transport,
@@ -145,12 +159,21 @@ impl MeasuredRun {
             training_s: steps.mean("time/forward_backward").filter(|seconds| *seconds > 0.0),
             sampled_token_s: steps.mean_inverse("rollout/tokens_per_s"),
             publish_s: steps.mean("time/weight_sync"),
-            stall_s: steps.mean("time/decode_stall"),
+            // The metric is a sum over samplers.
+            stall_s: steps.mean("time/decode_stall").map(|seconds| seconds / samplers as f64),
             checkpoint_s: saves.reduce(f64::max),
             reward: steps.slowest_reward(),
             logs_s: steps.time_between(),
             commit_s: mean_commit(timeline),
         })
+    }
+
+    /// The same with a training step that one rank makes alone: ranks on GPUs divide it, those on a processor have its cores together.
+    pub(super) fn of_one_rank(mut self, hardware: HardwareKind) -> Self {
+        if hardware == HardwareKind::Gpu {
+            self.training_s = self.training_s.map(|seconds| seconds * self.ranks as f64);
+        }
+        self
     }
 
     /// Completions of a batch.
@@ -222,6 +245,18 @@ impl StepMetrics<'_> {
         };
         names.map(of).max_by(|a, b| a[2].total_cmp(&b[2]))
     }
+}
+
+/// What a measurement without a number of ranks or samplers has.
+fn one() -> usize {
+    1
+}
+
+/// Roles of the environment of a recipe.
+fn roles(values: &RecipeValues) -> usize {
+    let spec = values.get("environment").cloned();
+    let spec = spec.and_then(|spec| serde_json::from_value::<EnvironmentSpec>(spec).ok());
+    spec.as_ref().map_or(1, roles_of)
 }
 
 fn value_of<'a>(values: &'a RecipeValues, section: &str, key: &str) -> Option<&'a Value> {

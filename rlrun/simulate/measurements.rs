@@ -15,6 +15,7 @@ use super::hardware::{Hardware, HardwareKind};
 use super::measured_run::{MeasuredRun, RecipeValues};
 use crate::failure::Failure;
 use crate::recipe::Recipe;
+use crate::recipe::words::ModelDtype;
 
 /// Largest file, bytes.
 const MAX_BYTES: u64 = 256 << 20;
@@ -60,7 +61,7 @@ impl Measurements {
         hardware: &Hardware,
     ) -> Result<(), Failure> {
         if path.is_dir() {
-            return self.read_run(path, recipe);
+            return self.read_run(path, recipe, hardware);
         }
         let text = read_limited(path)?;
         let expected =
@@ -123,7 +124,7 @@ impl Measurements {
                         "line {line} of {path} has no measurements of a loop ({reason}); measure it again with `rlrun-bench loop --json`"
                     ))
                 })?;
-                self.loops.push(run);
+                self.loops.push(run.of_one_rank(expected.hardware.kind));
             }
         }
         Ok(())
@@ -135,8 +136,8 @@ impl Measurements {
     }
 
     /// The steps of the run in this directory.
-    fn read_run(&mut self, run: &Path, recipe: &Recipe) -> Result<(), Failure> {
-        let values = checked_run(run, recipe)?;
+    fn read_run(&mut self, run: &Path, recipe: &Recipe, hardware: &Hardware) -> Result<(), Failure> {
+        let values = checked_run(run, recipe, hardware)?;
         let path = run.join("metrics.jsonl");
         if !path.is_file() {
             let what = format!("`{}` is no run with metrics: it has no `metrics.jsonl`", run.display());
@@ -151,7 +152,7 @@ impl Measurements {
                 "`{run}` {reason}; let it train a few steps first, or name another run"
             ))
         })?;
-        self.runs.push(measured);
+        self.runs.push(measured.of_one_rank(hardware.kind));
         Ok(())
     }
 }
@@ -189,9 +190,13 @@ impl Expected<'_> {
             let device = if device.is_empty() { "the processor" } else { device };
             return refuse(format!("on {device}"));
         }
+        let is_f32 = text("dtype") == "f32";
+        if self.hardware.kind == HardwareKind::Gpu && is_f32 != (self.recipe.dtype == ModelDtype::F32) {
+            return refuse(format!("in `{}`, and not in the number format of the recipe", text("dtype")));
+        }
         let reached = row.get("peak_gflops").and_then(Value::as_f64).unwrap_or(0.0) * 1e9;
         let limit = self.hardware.flops_per_s.value;
-        let is_gpu = self.hardware.kind == HardwareKind::Gpu && reached > 0.0 && text("dtype") != "f32";
+        let is_gpu = self.hardware.kind == HardwareKind::Gpu && reached > 0.0 && !is_f32;
         if is_gpu && !(SLOWER * limit..=FASTER * limit).contains(&reached) {
             return refuse(format!(
                 "where products reach {:.0} TFLOP/s of {:.0}",
@@ -203,8 +208,8 @@ impl Expected<'_> {
     }
 }
 
-/// The recipe of a run, which is refused if it is of another model or device.
-fn checked_run(run: &Path, recipe: &Recipe) -> Result<RecipeValues, Failure> {
+/// The recipe of a run, which is refused if it is of another model, or of a device that is not of the kind of `hardware`.
+fn checked_run(run: &Path, recipe: &Recipe, hardware: &Hardware) -> Result<RecipeValues, Failure> {
     let path = run.join("resolved.toml");
     let Ok(text) = read_limited(&path) else {
         let what = format!("`{}` is no run directory: it has no `resolved.toml`", run.display());
@@ -236,7 +241,26 @@ fn checked_run(run: &Path, recipe: &Recipe) -> Result<RecipeValues, Failure> {
             )));
         }
     }
+    let on_gpus = computes_on_gpus(&resolved);
+    if on_gpus != (hardware.kind == HardwareKind::Gpu) {
+        return Err(Failure::Argument(format!(
+            "not calibrated for {}: `{}` ran on {}; name the hardware that it ran on with `--hardware`, or another run",
+            hardware.name,
+            run.display(),
+            if on_gpus { "GPUs" } else { "the processor" }
+        )));
+    }
     Ok(resolved)
+}
+
+/// Whether a role of a recipe with these `values` is on a GPU.
+fn computes_on_gpus(values: &RecipeValues) -> bool {
+    let Some(placement) = values.get("placement") else { return false };
+    let names_gpu = |device: &Value| device.as_str().is_some_and(|name| name.starts_with("cuda"));
+    ["device", "trainer_device", "trainer_devices", "rollout_device", "rollout_devices"]
+        .into_iter()
+        .filter_map(|key| placement.get(key))
+        .any(|given| given.as_array().map_or_else(|| names_gpu(given), |list| list.iter().any(names_gpu)))
 }
 
 /// The text of a regular file of at most [`MAX_BYTES`].
@@ -272,6 +296,10 @@ mod tests {
         (directory, recipe, origins)
     }
 
+    fn calibrated(measurements: &Measurements, recipe: &Recipe) -> Calibration {
+        Calibration::of(measurements, recipe, &crate::simulate::shape(recipe).unwrap())
+    }
+
     /// A run in which a third of the tokens is trained has the time of a token, and its steps a third of the tokens.
     #[test]
     fn a_run_says_which_share_of_a_batch_is_trained() {
@@ -291,9 +319,10 @@ mod tests {
         std::fs::write(run.join("metrics.jsonl"), lines).unwrap();
         let commits = "{\"lane\":\"journal\",\"kind\":\"commit\",\"start\":1.0,\"end\":1.5}\n{\"lane\":\"trainer\",\"start\":1.0}\n";
         std::fs::write(run.join("timeline.jsonl"), commits).unwrap();
+        let hardware = Hardware::open("cpu").unwrap();
         let mut measurements = Measurements::default();
-        measurements.read_run(&run, &recipe).unwrap();
-        let calibration = Calibration::of(&measurements, &recipe);
+        measurements.read_run(&run, &recipe, &hardware).unwrap();
+        let calibration = calibrated(&measurements, &recipe);
         assert!((calibration.trained_share.unwrap() - 1.0 / 3.0).abs() < 1e-12, "{calibration:?}");
         let [measured] = calibration.parts.training[..] else { panic!("{calibration:?}") };
         assert_eq!((measured.sequences, measured.length, measured.seconds), (8.0 / 3.0, 35.0, 2.0));
@@ -304,20 +333,20 @@ mod tests {
         assert_eq!(calibration.synchronous_sampling, Some(sampled));
         let asynchronous = recipe.resolved_toml(&origins).replace("max_staleness = 0", "max_staleness = 1");
         std::fs::write(run.join("resolved.toml"), asynchronous).unwrap();
-        measurements.read_run(&run, &recipe).unwrap();
-        let calibration = Calibration::of(&measurements, &recipe);
+        measurements.read_run(&run, &recipe, &hardware).unwrap();
+        let calibration = calibrated(&measurements, &recipe);
         assert_eq!(calibration.synchronous, Some(measured), "that of the earlier run");
         assert_eq!(calibration.synchronous_sampling, Some(sampled), "that of the earlier run");
         let mut measurements = Measurements::default();
-        measurements.read_run(&run, &recipe).unwrap();
-        let other = Calibration::of(&measurements, &recipe);
+        measurements.read_run(&run, &recipe, &hardware).unwrap();
+        let other = calibrated(&measurements, &recipe);
         assert_eq!((other.synchronous, other.synchronous_sampling), (None, None), "both have the same cores");
         assert_eq!(other.contention.map(|both| both.sampling.max_staleness), Some(1));
         assert!(other.is_contended && !calibration.is_contended);
         // In the other order the two runs say the same.
         std::fs::write(run.join("resolved.toml"), recipe.resolved_toml(&origins)).unwrap();
-        measurements.read_run(&run, &recipe).unwrap();
-        let other = Calibration::of(&measurements, &recipe);
+        measurements.read_run(&run, &recipe, &hardware).unwrap();
+        let other = calibrated(&measurements, &recipe);
         assert_eq!((other.synchronous, other.synchronous_sampling), (Some(measured), Some(sampled)));
         assert!(other.contention.is_some() && !other.is_contended);
     }
@@ -365,7 +394,7 @@ mod tests {
         let read = |files: &[&std::path::PathBuf]| {
             let mut measurements = Measurements::default();
             files.iter().for_each(|file| measurements.read(file, &recipe, &config, &hardware).unwrap());
-            Calibration::of(&measurements, &recipe)
+            calibrated(&measurements, &recipe)
         };
         let all = read(&[&parts, &synchronous, &asynchronous, &loops]);
         assert_eq!(all, read(&[&loops, &asynchronous, &synchronous, &parts]));
@@ -400,7 +429,7 @@ mod tests {
             std::fs::write(&file, row.to_string()).unwrap();
             let mut measurements = Measurements::default();
             measurements.read(&file, &recipe, &config, &hardware)?;
-            Ok::<_, Failure>(Calibration::of(&measurements, &recipe))
+            Ok::<_, Failure>(calibrated(&measurements, &recipe))
         };
         let calibration = read(json!(run)).unwrap();
         assert_eq!(calibration.synchronous_sampling.map(|of| of.token_s), Some(0.02));
@@ -421,5 +450,40 @@ mod tests {
             let error = read(changed).unwrap_err().to_string();
             assert!(error.contains("line 1 of") && error.contains("rlrun-bench loop"), "{key}: {error}");
         }
+    }
+    /// A run is refused for hardware of another kind, wherever its recipe names the device.
+    #[test]
+    fn a_run_on_the_processor_says_nothing_about_gpus() {
+        let (directory, recipe, origins) = loaded();
+        let run = directory.path().join("run");
+        std::fs::create_dir(&run).unwrap();
+        std::fs::write(run.join("resolved.toml"), recipe.resolved_toml(&origins)).unwrap();
+        let [processor, gpu] = ["cpu", "h200"].map(|name| Hardware::open(name).unwrap());
+        let error = checked_run(&run, &recipe, &gpu).unwrap_err().to_string();
+        assert!(error.contains("not calibrated for h200") && error.contains("on the processor"), "{error}");
+        let mut values = checked_run(&run, &recipe, &processor).unwrap();
+        values["placement"]["rollout_devices"] = json!(["cuda:1"]);
+        assert!(computes_on_gpus(&values));
+    }
+
+    /// Two ranks on GPUs divide a step, those on a processor its cores; samplers divide the slots.
+    #[test]
+    fn ranks_and_samplers_of_a_run_are_counted() {
+        let (_directory, recipe, _) = loaded();
+        let mut values = recipe.values();
+        values["trainer"]["world"] = json!(2);
+        values["placement"]["processes"] = json!(true);
+        values["placement"]["rollout_workers"] = json!(2);
+        let step = "{\"reward/mean\":0.5,\"completions/mean_length\":30.0,\"completions/max_length\":40.0,\
+                    \"rollout/tokens_per_s\":50.0,\"time/forward_backward\":2.0,\"time/decode_stall\":4.0}\n";
+        let run = MeasuredRun::of(&values, step, "").unwrap();
+        assert_eq!((run.ranks, run.samplers, run.stall_s), (2, 2, Some(2.0)));
+        assert_eq!(run.clone().of_one_rank(HardwareKind::Gpu).training_s, Some(4.0));
+        let run = run.of_one_rank(HardwareKind::Cpu);
+        assert_eq!(run.training_s, Some(2.0));
+        let measurements = Measurements { runs: vec![run], ..Measurements::default() };
+        let calibration = calibrated(&measurements, &recipe);
+        let [decode] = calibration.parts.decode[..] else { panic!("{calibration:?}") };
+        assert_eq!((decode.sequences, decode.seconds), (4.0, 4.0 / 50.0));
     }
 }

@@ -92,7 +92,7 @@ impl Advice {
             crate::simulate::hardware::Hardware::open(name)?;
         }
         let simulation = shape(&recipe)
-            .and_then(|config| Ok((inputs_of(&recipe, &config, &inputs)?, config)))
+            .and_then(|config| Ok((inputs_of(&recipe, &recipe, &config, &inputs)?, config)))
             .map(|(inputs, config)| RecipeSimulation { inputs, config });
         match simulation {
             Ok(simulation) => advice.predicted(&recipe, &path, explanation, &simulation, program),

@@ -8,6 +8,9 @@ use crate::cost::TrainingCost;
 use crate::decode::DecodeCurve;
 use crate::lengths::LengthModel;
 
+/// Most completions in flight: each takes memory.
+const MAX_IN_FLIGHT: u64 = 1 << 26;
+
 /// A run to simulate. Times are seconds.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Scenario {
@@ -262,6 +265,14 @@ impl Scenario {
         }
         if self.group_size == 0 || self.samplers.count == 0 || self.samplers.max_running == 0 {
             return refuse("a group, the samplers or their running sequences are none".to_owned());
+        }
+        let groups = self.max_staleness.saturating_add(1).saturating_mul(self.batch_groups as u64);
+        let in_flight = groups.saturating_mul(self.group_size as u64);
+        if in_flight > MAX_IN_FLIGHT {
+            return refuse(format!(
+                "{in_flight} completions can be in flight, (`max_staleness` + 1) x {} groups x {}, and at most {MAX_IN_FLIGHT} are simulated",
+                self.batch_groups, self.group_size
+            ));
         }
         if let Some(why) = self.lengths.unusable() {
             return refuse(format!("lengths of completions: {why}"));

@@ -208,9 +208,11 @@ fn wrong_inputs_are_refused() {
         change(&mut scenario);
         simulate(&scenario, 0).unwrap_err()
     };
-    let changes: [fn(&mut Scenario); 8] = [
+    let changes: [fn(&mut Scenario); 10] = [
         |s| s.steps = 0,
         |s| s.group_size = 0,
+        |s| s.group_size = 1_000_000_000_000,
+        |s| s.max_staleness = u64::MAX,
         |s| s.samplers.count = 0,
         |s| s.lengths = LengthModel::Empirical(Vec::new()),
         |s| s.trainer.leases = 3,

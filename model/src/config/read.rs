@@ -16,8 +16,9 @@ use crate::layer::{AttentionSpec, ExpertSpec, FeedForward, LatentSpec, LayerSpec
 use crate::{ModelError, files, float8};
 
 /// Far above any model that exists, and low enough that no size computed from a config overflows.
-const MAX_WEIGHTS: u128 = 1 << 44;
-const MAX_LAYERS: usize = 10_000;
+pub const MAX_WEIGHTS: u128 = 1 << 44;
+/// Far above any model that exists.
+pub const MAX_LAYERS: usize = 10_000;
 
 impl Config {
     /// Reads `config.json` of a model directory, and the end-of-text tokens of its `generation_config.json` if there

@@ -144,6 +144,20 @@ fn a_device_of_a_context_rank_has_the_tokens_of_the_one_with_the_most() {
 }
 
 #[test]
+fn every_sampler_in_a_process_of_its_own_is_counted() {
+    let config = config();
+    let bytes = |recipe: &Recipe, name: &str| {
+        Memory::of(recipe, &config, 1000).parts.iter().find(|part| part.name == name).unwrap().bytes
+    };
+    let alone = recipe();
+    let mut recipe = alone.clone();
+    (recipe.placement.processes, recipe.placement.rollout_workers) = (true, Some(3));
+    for (name, count) in [("process", 4), ("tokenizer", 4), ("served", 3), ("kv cache", 3), ("decoding", 3)] {
+        assert_eq!(bytes(&recipe, name), count * bytes(&alone, name), "{name}");
+    }
+}
+
+#[test]
 fn sizes_beyond_all_bounds_saturate() {
     let mut recipe = recipe();
     recipe.rollout.max_running = usize::MAX;

@@ -6,11 +6,13 @@ use std::path::Path;
 
 use model::Recompute;
 use toml::{Table, Value};
+use trainer::microbatch::LEAST_TOKENS;
 
 use crate::failure::Failure;
 use crate::recipe::Recipe;
 use crate::recipe::schema::ParallelSection;
 use crate::recipe::words::{DeviceLocation, DeviceWord, ModelDtype, PolicyPlacement, WeightTransport};
+use crate::simulate::inputs::ScenarioInputs;
 
 /// Bounds on staleness that are compared, versions.
 const STALENESS: [u64; 5] = [0, 1, 2, 4, 8];
@@ -91,9 +93,9 @@ pub struct SearchSpace {
 }
 
 impl SearchSpace {
-    /// The settings around `recipe`, on `gpus` GPUs or, with 0, on the processor.
+    /// The settings around `recipe`, on `gpus` GPUs or, with 0, on the processor, as far as `inputs` have their times.
     #[must_use]
-    pub fn new(recipe: &Recipe, gpus: usize, any_batch: bool) -> Self {
+    pub fn new(recipe: &Recipe, inputs: &ScenarioInputs, gpus: usize, any_batch: bool) -> Self {
         let mut divisions = vec![RoleDivision::Turns { gpus }];
         if gpus <= 1 {
             divisions.push(RoleDivision::Shared);
@@ -107,24 +109,36 @@ impl SearchSpace {
         let (trainer, given) = (&recipe.trainer, recipe.trainer.microbatch_tokens);
         let shared = gpus > 1 || (gpus == 0 && trainer.world > 1);
         let stages: Vec<usize> = if shared { vec![1, 2, 3] } else { vec![trainer.zero] };
+        let mut recomputed = vec![Recompute::None, Recompute::Block];
+        if gpus == 0 && !recomputed.contains(&trainer.recompute) {
+            recomputed.push(trainer.recompute);
+        }
+        // A micro-batch has space for the longest sequence, and one that adapts for two sizes.
+        let longest = recipe.data.max_prompt_length.saturating_add(recipe.rollout.max_completion_length);
+        let least = if trainer.adapt_microbatch { longest.max(2 * LEAST_TOKENS) } else { longest };
         let passes = [given, given / 2, given.saturating_mul(2), given.saturating_mul(4)]
             .into_iter()
-            .filter(|tokens| *tokens > 0)
+            .filter(|tokens| *tokens >= least)
             .flat_map(|microbatch_tokens| {
-                let stages = stages.clone();
-                [Recompute::None, Recompute::Block].into_iter().flat_map(move |recompute| {
+                let (stages, recomputed) = (stages.clone(), recomputed.clone());
+                recomputed.into_iter().flat_map(move |recompute| {
                     stages.clone().into_iter().map(move |zero| Passes { microbatch_tokens, recompute, zero })
                 })
             });
+        let mut staleness = with(&STALENESS, recipe.buffer.max_staleness);
+        let mut running = with(&RUNNING, recipe.rollout.max_running);
+        // Rules refuse a setting that adapts and has nothing to choose from.
+        staleness.retain(|bound| *bound > 0 || !recipe.buffer.adapt_staleness);
+        running.retain(|limit| *limit > recipe.rollout.group_size || !recipe.rollout.adapt_running);
         let groups = recipe.buffer.batch_groups;
         Self {
             divisions,
             on_gpus: gpus > 0,
-            staleness: with(&STALENESS, recipe.buffer.max_staleness),
+            staleness,
             batches: if any_batch { vec![groups, (groups / 2).max(1), groups * 2] } else { vec![groups] },
-            running: with(&RUNNING, recipe.rollout.max_running),
+            running,
             passes: passes.collect(),
-            dtypes: if gpus > 0 { vec![ModelDtype::Auto, ModelDtype::F32] } else { vec![recipe.dtype] },
+            dtypes: if gpus > 0 { dtypes_on_gpus(recipe, inputs) } else { vec![recipe.dtype] },
             parallel: trainer.parallel,
             transport: recipe.weights.transport,
             world: trainer.world,
@@ -254,7 +268,11 @@ impl SearchCandidate {
     /// The keys and their values in TOML.
     #[must_use]
     pub fn keys(&self) -> Vec<(&'static str, String)> {
-        let recompute = if self.passes.recompute == Recompute::None { "none" } else { "block" };
+        let recompute = match self.passes.recompute {
+            Recompute::None => "none",
+            Recompute::Block => "block",
+            Recompute::Sequence => "sequence",
+        };
         let policy =
             if matches!(self.division, RoleDivision::Turns { .. }) { "colocated" } else { "separated" };
         let mut keys = vec![
@@ -353,6 +371,19 @@ fn insert(table: &mut Table, key: &str, value: &str) {
         let next = table.entry(part).or_insert_with(|| Value::Table(Table::new()));
         let Value::Table(next) = next else { return };
         table = next;
+    }
+}
+
+/// Number formats on GPUs: measurements are of that of the recipe, and the hardware may have no speed in f32.
+fn dtypes_on_gpus(recipe: &Recipe, inputs: &ScenarioInputs) -> Vec<ModelDtype> {
+    let own = if recipe.dtype == ModelDtype::F32 { ModelDtype::F32 } else { ModelDtype::Auto };
+    let parts = &inputs.calibration.parts;
+    if !parts.decode.is_empty() || !parts.training.is_empty() {
+        vec![own]
+    } else if inputs.hardware.flops(ModelDtype::F32).is_none() {
+        vec![ModelDtype::Auto]
+    } else {
+        vec![ModelDtype::Auto, ModelDtype::F32]
     }
 }
 

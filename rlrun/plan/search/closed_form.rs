@@ -1,7 +1,9 @@
 //! The order in which settings of a placement are tried: by the time of a step without waiting, in closed form.
 //!
 //! Invariant: degrees, stages and transports that the rules of recipes or the shape of the model refuse are never timed, and each
-//! refusal is counted once for a placement. Refusals that depend on other settings are found when the best are checked. Of settings with the same time the one that is enumerated first comes first, which has no degree above 1.
+//! refusal is counted once for a placement. They are checked with the bound on staleness and the running sequences of the recipe; refusals
+//! that depend on other settings are found when the best are checked. Of settings with the same time the one that is enumerated first
+//! comes first, which has no degree above 1.
 
 use std::collections::BTreeMap;
 
@@ -9,6 +11,7 @@ use simulator::{Scenario, TrainingCost};
 
 use super::PlanSearch;
 use super::candidate::{RoleDivision, SearchCandidate, SearchSpace};
+use crate::recipe::Recipe;
 use crate::recipe::words::WeightTransport;
 
 /// Settings of training and of weights, with their time.
@@ -39,10 +42,11 @@ impl TimedSettings {
 }
 
 impl KnownTimes {
-    /// Whether `rules` accept the degrees, the ZeRO stage and the transport of a placement.
+    /// Whether `rules` accept the degrees, the ZeRO stage and the transport of a placement, with other settings of the recipe `own`.
     fn accepts(
         &mut self,
         candidate: &SearchCandidate,
+        own: &Recipe,
         rules: &impl Fn(&SearchCandidate) -> Result<(), String>,
     ) -> bool {
         let SearchCandidate { division, passes, parallel, transport, .. } = candidate;
@@ -50,7 +54,11 @@ impl KnownTimes {
         if let Some(known) = self.accepted.get(&key) {
             return *known;
         }
-        let checked = rules(candidate);
+        let checked = rules(&SearchCandidate {
+            max_staleness: own.buffer.max_staleness,
+            max_running: own.rollout.max_running,
+            ..candidate.clone()
+        });
         self.accepted.insert(key, checked.is_ok());
         checked
             .map_err(|reason| {
@@ -97,13 +105,13 @@ impl PlanSearch<'_> {
         for parallel in space.degrees(placement.division) {
             for passes in space.passes() {
                 let candidate = SearchCandidate { passes: *passes, parallel, ..placement.clone() };
-                let allowed = known.accepts(&candidate, rules);
+                let allowed = known.accepts(&candidate, self.recipe, rules);
                 let Some(seconds) = allowed.then(|| self.training_s(&candidate)).flatten() else { continue };
                 for (transport, delivery_s) in transports.iter().zip(&delivered) {
                     let other = SearchCandidate { transport: *transport, ..candidate.clone() };
                     // A transport has no rule about degrees.
                     let plain = SearchCandidate { parallel: placement.parallel, ..other.clone() };
-                    if *transport == placement.transport || known.accepts(&plain, rules) {
+                    if *transport == placement.transport || known.accepts(&plain, self.recipe, rules) {
                         all.push(TimedSettings { candidate: other, seconds: seconds + delivery_s });
                     }
                 }

@@ -1,5 +1,7 @@
 //! The search, on settings whose order is known.
 
+use std::path::PathBuf;
+
 use model::Recompute;
 
 use super::candidate::{Passes, RoleDivision};
@@ -8,16 +10,27 @@ use crate::args::{CalibrationArgs, RecipeArgs};
 use crate::recipe::schema::ParallelSection;
 use crate::recipe::words::WeightTransport;
 
-fn search_with(text: &str, hardware: &str, gpus: usize) -> (Recipe, FoundSettings) {
+/// A directory with this recipe, its path, and the recipe.
+fn loaded(text: &str) -> (tempfile::TempDir, PathBuf, Recipe) {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("r.toml");
     std::fs::write(&path, text).unwrap();
     let recipe = Recipe::load(&path, &[], &Program::default()).unwrap().0;
-    let config = shape(&recipe).unwrap();
+    (directory, path, recipe)
+}
+
+/// Times of `hardware` without measurements.
+fn estimates(recipe: &Recipe, config: &Config, hardware: &str) -> ScenarioInputs {
     let args = CalibrationArgs { hardware: Some(hardware.to_owned()), calibration: Vec::new(), seeds: 2 };
-    let inputs = inputs_of(&recipe, &config, &args).unwrap();
+    inputs_of(recipe, recipe, config, &args).unwrap()
+}
+
+fn search_with(text: &str, hardware: &str, gpus: usize) -> (Recipe, FoundSettings) {
+    let (_directory, path, recipe) = loaded(text);
+    let config = shape(&recipe).unwrap();
+    let inputs = estimates(&recipe, &config, hardware);
     let search = PlanSearch { recipe: &recipe, config: &config, inputs: &inputs, seeds: 2 };
-    let space = SearchSpace::new(&recipe, gpus, false);
+    let space = SearchSpace::new(&recipe, &inputs, gpus, false);
     let accepts = |candidate: &SearchCandidate| {
         rules(candidate, &path, &[], &Program::default())?;
         search.divides_model(candidate)
@@ -29,12 +42,17 @@ fn search_with(text: &str, hardware: &str, gpus: usize) -> (Recipe, FoundSetting
         // Without CUDA no recipe with a GPU is loaded.
         let names_gpu = |key: &String| key.contains("\"cuda:") || key.ends_with("=\"cuda\"");
         let keys: Vec<String> = keys.filter(|key| cfg!(feature = "cuda") || !names_gpu(key)).collect();
-        let Ok((mut loaded, _)) = Recipe::load(&path, &keys, &Program::default()) else {
+        let Ok((loaded, _)) = Recipe::load(&path, &keys, &Program::default()) else {
             assert!(gpus > 0 && !cfg!(feature = "cuda"));
             continue;
         };
-        let applied = ranked.candidate.applied(&recipe);
-        loaded.placement = applied.placement.clone();
+        let mut applied = ranked.candidate.applied(&recipe);
+        let placement = &mut applied.placement;
+        placement.policy = loaded.placement.policy;
+        if !cfg!(feature = "cuda") {
+            placement.device = loaded.placement.device;
+            (placement.rollout_devices, placement.trainer_devices) = (None, None);
+        }
         assert_eq!(loaded, applied);
     }
     (recipe, found)
@@ -146,15 +164,11 @@ fn a_small_model_is_not_divided_and_every_degree_says_what_it_loses() {
 #[test]
 fn a_model_that_fits_no_rank_alone_is_divided() {
     let text = with_ranks("");
-    let directory = tempfile::tempdir().unwrap();
-    let path = directory.path().join("r.toml");
-    std::fs::write(&path, &text).unwrap();
-    let recipe = Recipe::load(&path, &[], &Program::default()).unwrap().0;
+    let (directory, _, recipe) = loaded(&text);
     let config = shape(&recipe).unwrap();
-    let args = CalibrationArgs { hardware: None, calibration: Vec::new(), seeds: 1 };
-    let inputs = inputs_of(&recipe, &config, &args).unwrap();
+    let inputs = estimates(&recipe, &config, "cpu");
     let search = PlanSearch { recipe: &recipe, config: &config, inputs: &inputs, seeds: 1 };
-    let space = SearchSpace::new(&recipe, 0, false);
+    let space = SearchSpace::new(&recipe, &inputs, 0, false);
     let least = |is_divided: bool| {
         let placements = space.placements().flat_map(|placement| {
             let degrees = space.degrees(placement.division);
@@ -228,4 +242,58 @@ fn weights_go_from_gpu_to_gpu_where_each_role_has_its_own() {
     let text = show::text(&found, &recipe, &hardware, 2);
     assert!(text.contains("  transport of weights ") && text.contains("http: "), "{text}");
     assert_eq!(recipe.weights.transport, WeightTransport::Auto);
+}
+
+#[test]
+fn settings_that_adapt_keep_values_to_choose_from() {
+    let text = TEXT
+        .replace("[buffer]\n", "[buffer]\nadapt_staleness = true\n")
+        .replace("[rollout]\n", "[rollout]\nadapt_running = true\ngroup_size = 16\n");
+    let (_, found) = search_with(&text, "cpu", 0);
+    assert_eq!(found.best.len(), BEST, "{:?}", found.refused);
+    let has_choice = |of: &SearchCandidate| of.max_staleness > 0 && of.max_running > 16;
+    assert!(found.ranked.iter().all(|ranked| has_choice(&ranked.candidate)));
+}
+
+#[test]
+fn micro_batches_have_space_and_recomputation_of_the_recipe_is_compared() {
+    let text = TEXT
+        .replace("[data.arithmetic]\n", "[data]\nmax_prompt_length = 1024\n[data.arithmetic]\n")
+        .replace("max_completion_length = 256", "max_completion_length = 3072")
+        + "recompute = \"sequence\"\n";
+    let (_directory, _, recipe) = loaded(&text);
+    let config = shape(&recipe).unwrap();
+    let inputs = estimates(&recipe, &config, "cpu");
+    let space = SearchSpace::new(&recipe, &inputs, 0, false);
+    assert!(space.passes().iter().all(|passes| passes.microbatch_tokens >= 4096));
+    let own = space.passes().iter().find(|passes| passes.recompute == Recompute::Sequence).unwrap();
+    let candidate = SearchCandidate { passes: *own, ..space.placements().next().unwrap() };
+    assert!(candidate.keys().contains(&("trainer.recompute", "\"sequence\"".to_owned())));
+    // GPUs have no such recomputation, and f32 is compared only where its speed is known.
+    let mut inputs = estimates(&recipe, &config, "h200");
+    let of_dtypes = |inputs: &ScenarioInputs| {
+        let space = SearchSpace::new(&recipe, inputs, 1, false);
+        assert!(space.passes().iter().all(|passes| passes.recompute != Recompute::Sequence));
+        space.placements().any(|candidate| candidate.dtype == crate::recipe::words::ModelDtype::F32)
+    };
+    assert!(of_dtypes(&inputs));
+    inputs.hardware.flops_f32_per_s = None;
+    assert!(!of_dtypes(&inputs));
+}
+
+#[test]
+fn a_recipe_that_places_roles_is_refused() {
+    let (_directory, _, mut recipe) = loaded(TEXT);
+    assert!(refuse_placed_roles(&recipe).is_ok());
+    (recipe.placement.processes, recipe.placement.rollout_workers) = (true, Some(4));
+    let said = refuse_placed_roles(&recipe).unwrap_err().to_string();
+    assert!(said.contains("`placement.processes`, `placement.rollout_workers`"), "{said}");
+}
+
+/// No step is simulated for every version of a bound that no run of the search reaches.
+#[test]
+fn a_bound_that_is_never_reached_takes_few_steps() {
+    let text = TEXT.replace("[buffer]\n", "[buffer]\nmax_staleness = 1000000\n");
+    let (_, found) = search_with(&text, "cpu", 0);
+    assert!(found.ranked.iter().any(|ranked| ranked.candidate.max_staleness == 1_000_000));
 }
