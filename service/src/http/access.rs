@@ -24,7 +24,7 @@ pub struct HttpLimits {
     pub body_time: Duration,
     /// A result above this is announced with its size before it is sent, bytes.
     pub inline_result_bytes: usize,
-    /// Longest time that a request for a result waits for it.
+    /// Longest time that a request for a result waits for it, and other requests for their turn.
     pub retrieve_time: Duration,
     /// Most archives that are downloaded at the same time.
     pub max_archives: usize,

@@ -26,6 +26,8 @@ const KIB: usize = 1 << 10;
 const SHORT_BODY: usize = 64 << 10;
 /// A longer body is decoded on a thread for blocking work, bytes.
 const DECODE_INLINE: usize = 256 << 10;
+/// Most requests at a time whose thread may wait long, which leaves the other threads to other requests.
+const WAITS: usize = 16;
 /// Largest window of zstd, as a power of two of bytes: RFC 8878 requires it of every decoder.
 const ZSTD_WINDOW: u32 = 23;
 
@@ -36,6 +38,8 @@ pub(crate) struct ApiState {
     pub(super) access: ServiceAccess,
     /// Permits for the memory of bodies, KiB.
     bodies: Arc<Semaphore>,
+    /// Permits for work that may wait long: for the end of an engine, or of a save.
+    waits: Arc<Semaphore>,
     /// Permits for archives that are downloaded.
     pub(super) archives: Arc<Semaphore>,
     /// What links of archives are signed with; `None` if the system has no random numbers.
@@ -73,6 +77,7 @@ impl ApiState {
             service,
             access,
             bodies: Arc::new(Semaphore::new(kib.min(Semaphore::MAX_PERMITS))),
+            waits: Arc::new(Semaphore::new(WAITS)),
             archives: Arc::new(Semaphore::new(max_archives)),
             secret,
             stopping,
@@ -97,6 +102,15 @@ impl ApiState {
     {
         let (user, body) = self.body(request).await?;
         Ok((user, body.decode(|body| read_json(&body.bytes)).await?))
+    }
+
+    /// What `work` of the service returns, which may wait for the end of an engine or of a save.
+    pub(super) async fn waiting<T: Send + 'static>(
+        &self,
+        work: impl FnOnce(&TrainingService) -> T + Send + 'static,
+    ) -> Result<T, HttpRefusal> {
+        let service = self.service.clone();
+        in_turn(&self.waits, self.limits().retrieve_time, move || work(&service)).await
     }
 
     async fn read(&self, headers: &HeaderMap, body: Body) -> Result<SentBody, HttpRefusal> {
@@ -200,9 +214,44 @@ pub(super) async fn blocking<T: Send + 'static>(
         .map_err(|_| HttpRefusal::new(500, "the request failed inside the server"))
 }
 
+/// The same as [`blocking`], once one of the permits `turns` is free.
+///
+/// # Errors
+/// 503 if none is within `limit`.
+async fn in_turn<T: Send + 'static>(
+    turns: &Arc<Semaphore>,
+    limit: Duration,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> Result<T, HttpRefusal> {
+    let permit = tokio::time::timeout(limit, Arc::clone(turns).acquire_owned()).await;
+    let Ok(Ok(permit)) = permit else {
+        return Err(HttpRefusal::new(
+            503,
+            "too many requests wait for engines to end or for weights to be saved; try again later",
+        ));
+    };
+    blocking(move || {
+        // Also of a client that is gone, until the thread is free.
+        let _permit = permit;
+        work()
+    })
+    .await
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[tokio::test]
+    async fn work_that_may_wait_is_bounded_and_repeated_later() {
+        let turns = Arc::new(Semaphore::new(1));
+        let first = Arc::clone(&turns).acquire_owned().await.unwrap();
+        let refused = in_turn(&turns, Duration::ZERO, || ()).await.unwrap_err();
+        assert_eq!(refused.status(), 503);
+        drop(first);
+        assert_eq!(in_turn(&turns, Duration::from_secs(30), || 7).await.unwrap(), 7);
+        assert_eq!(turns.available_permits(), 1);
+    }
 
     #[test]
     fn a_body_is_decompressed_up_to_its_limit() {

@@ -6,7 +6,7 @@ use axum::extract::{Path, Request, State};
 use axum::response::{IntoResponse, Response};
 use serde_json::json;
 
-use super::body::ApiState;
+use super::body::{ApiState, blocking};
 use super::refusal::{HttpRefusal, JsonReply};
 use crate::outcome::Ticket;
 use crate::wire::{SampleCall, SamplingSessionBody, sample_from_json};
@@ -17,7 +17,9 @@ pub(super) async fn create_session(
 ) -> Result<Response, HttpRefusal> {
     let (user, body) = api.json::<SamplingSessionBody>(request).await?;
     let (session_id, number, from) = body.into_session()?;
-    let id = api.service.create_sampling_session(user, &session_id, number, &from)?;
+    // The engine of a sampling session that makes place may be waited for.
+    let id =
+        blocking(move || api.service.create_sampling_session(user, &session_id, number, &from)).await??;
     Ok(JsonReply(json!({"sampling_session_id": id, "type": "create_sampling_session"})).into_response())
 }
 

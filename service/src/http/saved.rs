@@ -149,7 +149,7 @@ pub(super) async fn delete(
 ) -> Result<Response, HttpRefusal> {
     let user = api.access.user(request.headers())?;
     let path = saved_path(&run, &kind, &name)?;
-    blocking(move || api.service.delete_saved(user, &path)).await??;
+    api.waiting(move |service| service.delete_saved(user, &path)).await??;
     Ok(JsonReply(json!({})).into_response())
 }
 

@@ -107,10 +107,8 @@ pub(super) async fn finish_session(
     request: Request,
 ) -> RouteAnswer {
     let (user, _) = api.body(request).await?;
-    let service = api.service.clone();
     // Engines that end with it are waited for.
-    let ended = tokio::task::spawn_blocking(move || service.end_session(user, &session_id)).await;
-    match ended.map_err(|_| HttpRefusal::new(500, "the session could not be ended"))? {
+    match api.waiting(move |service| service.end_session(user, &session_id)).await? {
         Err(refusal) if refusal.status != GONE => Err(refusal.into()),
         _ => Ok(JsonReply(json!({})).into_response()),
     }

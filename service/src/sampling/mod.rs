@@ -100,7 +100,7 @@ pub struct HostStatus {
     pub counts: EngineCounts,
     /// Part of the KV cache that is in use, from 0 to 1.
     pub cache_usage: f64,
-    /// Why it serves nothing any more; `None` while it does.
+    /// Why it completes or scores nothing any more; `None` while it does both.
     pub ended: Option<String>,
 }
 
@@ -290,9 +290,11 @@ impl SamplerHost {
             }
             Err(failure) => Err(failure),
         };
-        let (parts, name) = (Arc::clone(&self.parts), self.name.clone());
+        let (parts, scores) = (Arc::clone(&self.parts), Arc::clone(&self.scores));
+        let name = self.name.clone();
         let ended = move || {
-            let reason = parts.closed().unwrap_or_else(|| "it has stopped".to_owned());
+            let reason = parts.closed().or_else(|| scores.closed());
+            let reason = reason.unwrap_or_else(|| "it has stopped".to_owned());
             server_failure(format!("sampler {name} serves no requests any more: {reason}"))
         };
         Ok(async move {
@@ -324,7 +326,7 @@ impl SamplerHost {
             version,
             counts,
             cache_usage,
-            ended: self.parts.closed(),
+            ended: self.parts.closed().or_else(|| self.scores.closed()),
         }
     }
 

@@ -14,7 +14,7 @@ use trainer::{Learner, LearnerConfig, ParallelConfig};
 use trajectory::{PolicyVersion, Sample, SampleStreams, VersionRun};
 use weights::Digest;
 
-use super::{HostConfig, HostedNetwork, SamplerHost};
+use super::{CloseScores, HostConfig, HostedNetwork, SamplerHost};
 use crate::data::{SampledTokens, SamplingOutput, SamplingRequest, StopForm};
 use crate::fair_queue::FairBounds;
 use crate::outcome::{FailedRequest, FailureCategory};
@@ -543,4 +543,15 @@ fn mistakes_are_of_their_users_and_have_a_remedy() {
         assert_eq!((status.counts.steps, status.ended), (0, None), "the engine saw none of them");
         assert_eq!(sampled(&host, None, request(prompt(9, 1), 4)).await.unwrap().sequences.len(), 1);
     });
+}
+
+#[test]
+fn a_host_without_its_scorer_has_ended() {
+    let files = TinyModelFiles::new(WeightDtype::F32);
+    let host = files.adapted(CONFIG);
+    assert_eq!(host.status().ended, None);
+    // As after a panic of its thread.
+    drop(CloseScores(Arc::clone(&host.scores)));
+    let ended = host.status().ended.unwrap();
+    assert!(ended.contains("scores prompts"), "{ended}");
 }

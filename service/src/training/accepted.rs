@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::calls::{CallQueue, ModelCall, NumberedCall};
-use super::publishing::sampled;
+use super::publishing::{sampled, sampler_id};
 use super::registry::{ClientSession, ModelEntry, ModelState};
 use super::samplers::KnownSample;
 use super::saved::{ModelRecord, check_name, run_dir};
@@ -41,7 +41,7 @@ impl TrainingService {
                 ),
             ));
         }
-        let session = ClientSession { user, seen: Instant::now(), samplers: Default::default() };
+        let session = ClientSession { user, seen: Instant::now() };
         registry.sessions.insert(id.clone(), session);
         Ok(id)
     }
@@ -199,14 +199,19 @@ impl TrainingService {
             ));
         }
         if numbers > 0 && queued + numbers > limits.queued_numbers {
+            entry.calls.postpone(number);
             return Err(Refusal::new(
                 429,
                 format!("data of {queued} numbers wait for their pass; try again later"),
             ));
         }
-        registry.futures.admit(user, &limits)?;
-        let request_id = self.shared.id("req-");
+        let admitted = registry.futures.admit(user, &limits);
         let entry = registry.model(user, model_id)?;
+        if admitted.is_err() {
+            entry.calls.postpone(number);
+        }
+        admitted?;
+        let request_id = self.shared.id("req-");
         entry.last_request = now_s();
         entry.calls.add(number, NumberedCall { request_id: request_id.clone(), call }, digest);
         if let Some(session) = entry.session.clone().and_then(|session| registry.sessions.get_mut(&session)) {
@@ -355,10 +360,12 @@ impl TrainingService {
         Ok(Ticket { request_id, model_id: Some(model_id), sequence_ids: Vec::new() })
     }
 
-    /// Begins a sampling session. Returns its id.
+    /// Begins a sampling session. Returns its id. At the limit the least recently used one of the user without a request in progress is
+    /// forgotten.
     ///
     /// # Errors
-    /// 410 without a session, 404 for a base model or saved weights that there are not.
+    /// 410 without a session, 404 for a base model or saved weights that there are not, 400 for a number that samples from something
+    /// else, 429 at the limit if none can be forgotten.
     pub fn create_sampling_session(
         &self,
         user: UserId,
@@ -366,44 +373,27 @@ impl TrainingService {
         sampling_session_seq_id: u64,
         from: &SampleFrom,
     ) -> Result<String, Refusal> {
-        let known = {
-            let mut registry = self.shared.registry();
-            let session = registry.session(user, session_id)?;
-            session.seen = Instant::now();
-            session.samplers.get(&sampling_session_seq_id).cloned()
-        };
-        if let Some(known) = known {
-            let mut table = self.shared.samplers();
-            let entry = table.session(user, &known)?;
-            let same = match from {
-                SampleFrom::Base(name) => entry.path.is_none() && entry.base == *name,
-                SampleFrom::Saved(path) => entry.path.as_ref() == Some(path),
-            };
-            let other = || Refusal::new(400, format!("sampling session {known} samples from something else"));
-            return if same { Ok(known) } else { Err(other()) };
-        }
-        let most = self.shared.config.limits.sampling_sessions;
-        if self.shared.samplers().len() >= most {
-            return Err(Refusal::new(
-                429,
-                format!("there are {most} sampling sessions, which is the limit; end some sessions"),
-            ));
-        }
-        let id = self.shared.begin_sampler(user, session_id, sampling_session_seq_id, from)?;
-        let mut registry = self.shared.registry();
-        match registry.session(user, session_id) {
-            Ok(session) => {
-                session.samplers.insert(sampling_session_seq_id, id.clone());
-                Ok(id)
+        self.shared.registry().session(user, session_id)?.seen = Instant::now();
+        let id = sampler_id(session_id, sampling_session_seq_id);
+        let same = self.shared.samplers().session(user, &id).ok().map(|entry| entry.samples_from(from));
+        match same {
+            Some(true) => return Ok(id),
+            Some(false) => {
+                return Err(Refusal::new(
+                    400,
+                    format!("sampling session {id} samples from something else; use another number"),
+                ));
             }
-            // It has ended meanwhile.
-            Err(refusal) => {
-                drop(registry);
-                let ended = self.shared.samplers().end_sessions(&[session_id.to_owned()]);
-                drop(ended);
-                Err(refusal)
-            }
+            None => self.shared.begin_sampler(user, session_id, &id, from)?,
         }
+        let gone = self.shared.registry().session(user, session_id).err();
+        // It has ended meanwhile.
+        if let Some(refusal) = gone {
+            let ended = self.shared.samplers().end_sessions(&[session_id.to_owned()]);
+            drop(ended);
+            return Err(refusal);
+        }
+        Ok(id)
     }
 
     /// A sampling session of the user.

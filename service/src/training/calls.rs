@@ -186,6 +186,14 @@ impl CallQueue {
         Some(queued)
     }
 
+    /// Notes that this request was refused for now and will come again. If it is the one that is missing, those behind it continue
+    /// to wait.
+    pub(super) fn postpone(&mut self, number: u64) {
+        if number == self.next {
+            self.gap_since = self.gap_since.map(|_| Instant::now());
+        }
+    }
+
     /// Takes all requests that wait behind one that has not come for longer than `limit`, and forgets them, so that they may come
     /// again.
     pub(super) fn give_up(&mut self, limit: Duration) -> Vec<NumberedCall> {
@@ -274,6 +282,16 @@ mod tests {
         }
         assert!(queue.take().is_some() && queue.take().is_some() && queue.take().is_none());
         assert!(queue.known(1).is_some() && !queue.is_past(1) && queue.is_past(0));
+    }
+
+    #[test]
+    fn a_request_that_is_refused_behind_the_missing_one_does_not_prolong_the_wait() {
+        let mut queue = CallQueue::starting_at(1);
+        queue.add(2, step(2), 2);
+        let since = queue.gap_since;
+        assert!(since.is_some());
+        queue.postpone(3);
+        assert_eq!(queue.gap_since, since);
     }
 
     #[test]

@@ -35,7 +35,7 @@ pub struct ServiceLimits {
     pub open: usize,
     /// Most memory of loaded models beside their bases, bytes.
     pub model_bytes: u64,
-    /// Most sampling sessions, of all users.
+    /// Most sampling sessions, of all users. A new one replaces the least recently used one of its user.
     pub sampling_sessions: usize,
     /// Most numbers of data that wait for their pass, of all users: tokens and inputs of losses.
     pub queued_numbers: usize,

@@ -33,6 +33,8 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use tokio::sync::Semaphore;
+
 pub use config::{ServiceConfig, ServiceLimits};
 pub use requests::{
     BaseInfo, LoadInto, LoraRequest, ModelInfo, NewModel, SampleFrom, SamplerInfo, SamplerSave, SaveRequest,
@@ -61,8 +63,8 @@ struct ServiceShared {
     /// Notified when the trainer may have work.
     work: Condvar,
     samplers: Mutex<SamplerTable>,
-    /// Kept while weights are read and engines started.
-    preparing: Mutex<()>,
+    /// The permit to read weights and start engines.
+    preparing: Arc<Semaphore>,
     /// Kept while weights are saved and deleted.
     saving: Mutex<()>,
     /// A random number of the process, for ids.
@@ -98,7 +100,7 @@ impl TrainingService {
             registry,
             work: Condvar::new(),
             samplers,
-            preparing: Mutex::default(),
+            preparing: Arc::new(Semaphore::new(1)),
             saving: Mutex::default(),
             random: u64::from_le_bytes(random),
             ids: AtomicU64::new(0),
@@ -164,10 +166,6 @@ impl ServiceShared {
 
     fn samplers(&self) -> MutexGuard<'_, SamplerTable> {
         self.samplers.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn preparing(&self) -> MutexGuard<'_, ()> {
-        self.preparing.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn saving(&self) -> MutexGuard<'_, ()> {

@@ -1,12 +1,15 @@
 //! Weights on their way to engines: published by models, read from files, sampled from.
 //!
 //! Invariant: reading weights and starting engines happen outside of the lock of the table, one at a time, so that other requests are
-//! served meanwhile. A request keeps the engine and the slot of its weights until it ends.
+//! served meanwhile: those that wait for it occupy no thread. A request keeps the engine and the slot of its weights until it ends.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use model::{Layout, ModelDirectory};
+use tokio::runtime::Handle;
+use tokio::sync::OwnedSemaphorePermit;
 use trainer::checkpoint::adapter_path;
 use trajectory::PolicyVersion;
 use weights::Digest;
@@ -27,12 +30,29 @@ const RECEIPT: Duration = Duration::from_secs(60);
 const LATER: Duration = Duration::from_secs(600);
 /// Time between two attempts.
 const LOOK_AGAIN: Duration = Duration::from_millis(50);
+/// What a request reads whose preparation panicked.
+const BUG: &str = "the request met a bug in rlrun, please report it";
+
 /// What became of a request for an engine.
 enum SamplingStart<F> {
     /// It waits for its turn in the engine; the future is its answer.
     Begun(F),
-    /// Everything that could serve it is in use.
+    /// The engine has too many requests.
     Later,
+    /// No engine of this base model serves these weights.
+    Unprepared(Arc<BaseModel>, Option<u64>),
+}
+
+/// The engine of a request that waits for its answer. If the last use of it ends, a thread that may block waits for its end.
+struct HostInUse(Option<Arc<SamplerHost>>);
+
+impl Drop for HostInUse {
+    fn drop(&mut self) {
+        let last = self.0.take().and_then(Arc::into_inner);
+        if let (Some(host), Ok(runtime)) = (last, Handle::try_current()) {
+            runtime.spawn_blocking(move || drop(host));
+        }
+    }
 }
 
 /// An engine and a slot for a request.
@@ -62,8 +82,8 @@ impl ServiceShared {
             let entry = registry.models.get(id);
             entry.and_then(|entry| Some((entry.record.owner(), entry.session.clone()?))).ok_or_else(gone)?
         };
-        let sampling_session_id = format!("{session}:sample:{number}");
-        self.forget_beyond_limit(user)?;
+        let sampling_session_id = sampler_id(&session, number);
+        self.forget_beyond_limit(user).map_err(|refusal| FailedRequest::user(refusal.message))?;
         let (version, base) = (model.version(), model.base().info().name.clone());
         let (mut receipt, mut whole) = (None, None);
         let mut table = self.samplers();
@@ -113,11 +133,12 @@ impl ServiceShared {
         Ok(sampling_session_id)
     }
 
-    /// Frees a place for another sampling session of `user`: at the limit the oldest one without a request in progress is forgotten.
+    /// Frees a place for another sampling session of `user`: at the limit the least recently used one without a request in progress
+    /// is forgotten, since clients of tinker begin them and end none.
     ///
     /// # Errors
-    /// If the user has no such session.
-    fn forget_beyond_limit(&self, user: UserId) -> Result<(), FailedRequest> {
+    /// 429 if the user has no such session.
+    fn forget_beyond_limit(&self, user: UserId) -> Result<(), Refusal> {
         let most = self.config.limits.sampling_sessions;
         let forgotten = {
             let registry = self.registry();
@@ -125,38 +146,45 @@ impl ServiceShared {
             if table.len() < most {
                 return Ok(());
             }
-            table.forget_oldest(user, |request| registry.futures.is_open(request))
+            table.forget_least_used(user, |request| registry.futures.is_open(request))
         };
         // Engines end outside of the locks.
         forgotten.map(drop).ok_or_else(|| {
-            FailedRequest::user(format!(
-                "there are {most} sampling sessions, which is the limit; end some sessions"
-            ))
+            Refusal::new(
+                429,
+                format!(
+                    "there are {most} sampling sessions, which is the limit; wait for requests of yours, or end some sessions"
+                ),
+            )
         })
     }
 
-    /// Begins a sampling session. Returns its id.
+    /// Begins the sampling session `id` of `session`.
     ///
     /// # Errors
-    /// A base model or saved weights that there are not.
+    /// A base model or saved weights that there are not; 429 at the limit.
     pub(super) fn begin_sampler(
         &self,
         user: UserId,
         session: &str,
-        number: u64,
+        id: &str,
         from: &SampleFrom,
-    ) -> Result<String, Refusal> {
-        let id = format!("{session}:sample:{number}");
-        let entry = match from {
-            SampleFrom::Base(name) => {
-                self.known_base(name)?;
-                SamplerEntry::new(user, session, name, None, None, None)
-            }
+    ) -> Result<(), Refusal> {
+        let (base, saved) = match from {
+            SampleFrom::Base(name) => (name.clone(), None),
             SampleFrom::Saved(path) => {
                 let (record, saved) = self.find_saved(user, path)?;
-                self.known_base(&record.base)?;
+                (record.base.clone(), Some((path, record, saved)))
+            }
+        };
+        self.known_base(&base)?;
+        self.forget_beyond_limit(user)?;
+        // Weights without a sampling session are dropped as soon as the lock is free.
+        let mut table = self.samplers();
+        let entry = match saved {
+            None => SamplerEntry::new(user, session, &base, None, None, None),
+            Some((path, record, saved)) => {
                 let dir = record.files(&run_dir(&self.config.dir, &record.model_id), &saved);
-                let mut table = self.samplers();
                 let published = match table.by_files.get(&dir) {
                     Some(published) => *published,
                     None => {
@@ -175,17 +203,18 @@ impl ServiceShared {
                     }
                 };
                 let (path, model) = (Some(path.clone()), Some(record.model_id));
-                SamplerEntry::new(user, session, &record.base, Some(published), path, model)
+                SamplerEntry::new(user, session, &base, Some(published), path, model)
             }
         };
-        self.samplers().sessions.insert(id.clone(), entry);
-        Ok(id)
+        // A repeated request may have begun it.
+        table.sessions.entry(id.to_owned()).or_insert(entry);
+        Ok(())
     }
 
-    /// Samples for a session. It may read weights and start an engine.
+    /// Gives a request of a sampling session to the engine that serves its weights. It never waits.
     ///
     /// # Errors
-    /// Weights that are gone or cannot be read, an engine that cannot be started.
+    /// A sampling session or a base model that there is not.
     fn begin_sampling(
         &self,
         user: UserId,
@@ -196,37 +225,28 @@ impl ServiceShared {
         FailedRequest,
     > {
         let refused = |refusal: Refusal| FailedRequest::user(refusal.message);
-        loop {
-            let (base, published) = {
-                let mut table = self.samplers();
-                let entry = table.session(user, sampler).map_err(refused)?;
-                let (base, published) = (entry.base.clone(), entry.published);
-                if let Some(ready) = ready(&mut table, &base, published) {
-                    // The lock keeps the slot until the request has it.
-                    let answer = ready.host.sample(ready.slot, user, request.clone());
-                    drop(table);
-                    let Ok(answer) = answer else { return Ok(SamplingStart::Later) };
-                    return Ok(SamplingStart::Begun(async move {
-                        let ReadySampler { host, in_use, .. } = ready;
-                        let answer = answer.await;
-                        drop(in_use);
-                        // An engine that is ended with this is waited for.
-                        tokio::task::spawn_blocking(move || drop(host));
-                        answer
-                    }));
-                }
-                (base, published)
-            };
+        let mut table = self.samplers();
+        let entry = table.session(user, sampler).map_err(refused)?;
+        let (base, published) = (entry.base.clone(), entry.published);
+        let Some(ReadySampler { host, slot, in_use }) = ready(&mut table, &base, published) else {
+            drop(table);
             let base = Arc::clone(self.known_base(&base).map_err(refused)?);
-            if !self.prepare(&base, published)? {
-                return Ok(SamplingStart::Later);
-            }
-        }
+            return Ok(SamplingStart::Unprepared(base, published));
+        };
+        // The lock keeps the slot until the request has it.
+        let answer = host.sample(slot, user, request.clone());
+        drop(table);
+        let used = (HostInUse(Some(host)), in_use);
+        let Ok(answer) = answer else { return Ok(SamplingStart::Later) };
+        Ok(SamplingStart::Begun(async move {
+            let _used = used;
+            answer.await
+        }))
     }
 
-    /// Reads the weights and starts the engine that a request needs. False if everything that could serve it is in use.
+    /// Reads the weights and starts the engine that a request needs, with the permit to do so. False if everything that could serve it
+    /// is in use.
     fn prepare(&self, base: &Arc<BaseModel>, published: Option<u64>) -> Result<bool, FailedRequest> {
-        let _one_at_a_time = self.preparing();
         let ended = self.samplers().drop_ended_hosts();
         drop(ended);
         if let Some(id) = published {
@@ -305,7 +325,8 @@ impl ServiceShared {
         };
         let Some(files) = files else {
             return Err(FailedRequest::user(
-                "the weights of this sampler were evicted: newer ones took the memory; save weights under a name to keep them",
+                "the weights of this sampler were evicted, as newer ones took the memory, and are not saved; save weights under a \
+                 name to keep them",
             ));
         };
         let failed = |error: &dyn std::fmt::Display| {
@@ -372,32 +393,65 @@ impl ServiceShared {
     }
 }
 
-/// The answer to a sampling request, which waits while everything that could serve it is in use.
+/// The id of the sampling session with this number in `session`.
+pub(super) fn sampler_id(session: &str, number: u64) -> String {
+    format!("{session}:sample:{number}")
+}
+
+/// The answer to a sampling request, which waits while everything that could serve it is in use or prepared for another.
 pub(super) async fn sampled(
     shared: &Arc<ServiceShared>,
     user: UserId,
     sampler: &str,
     request: SamplingRequest,
 ) -> Result<SamplingOutput, FailedRequest> {
-    let (started, request) = (Instant::now(), Arc::new(request));
+    let started = Instant::now();
+    let mut permit: Option<OwnedSemaphorePermit> = None;
     loop {
-        let begin = {
-            let (shared, sampler, request) = (Arc::clone(shared), sampler.to_owned(), Arc::clone(&request));
-            tokio::task::spawn_blocking(move || shared.begin_sampling(user, &sampler, &request))
-        };
-        match begin.await {
-            Ok(Ok(SamplingStart::Begun(answer))) => return answer.await,
-            Ok(Ok(SamplingStart::Later)) if started.elapsed() < LATER => tokio::time::sleep(LOOK_AGAIN).await,
-            Ok(Ok(SamplingStart::Later)) => {
-                return Err(FailedRequest::server(format!(
-                    "no engine was free for the request for {} s; use fewer samplers at a time",
-                    LATER.as_secs()
-                )));
+        // A panic would leave the request without an end.
+        let begin = catch_unwind(AssertUnwindSafe(|| shared.begin_sampling(user, sampler, &request)));
+        let waits = match begin.unwrap_or_else(|_| Err(FailedRequest::server(BUG)))? {
+            SamplingStart::Begun(answer) => {
+                drop(permit);
+                return answer.await;
             }
-            Ok(Err(failure)) => return Err(failure),
-            Err(_) => return Err(FailedRequest::server("the sampler could not be asked")),
+            SamplingStart::Later => true,
+            SamplingStart::Unprepared(base, published) => match permit.take() {
+                Some(permit) => !prepared(shared, permit, base, published).await?,
+                None => {
+                    // Another request may prepare the same meanwhile.
+                    let next = Arc::clone(&shared.preparing).acquire_owned();
+                    permit = tokio::time::timeout(LOOK_AGAIN, next).await.ok().and_then(Result::ok);
+                    false
+                }
+            },
+        };
+        if started.elapsed() >= LATER {
+            return Err(FailedRequest::server(format!(
+                "no engine was free for the request for {} s; use fewer samplers at a time, or try again once the weights are read",
+                LATER.as_secs()
+            )));
+        }
+        if waits {
+            permit = None;
+            tokio::time::sleep(LOOK_AGAIN).await;
         }
     }
+}
+
+/// Prepares what a request needs, on a thread that may block. The permit is kept until that ends, also if the request is given up.
+async fn prepared(
+    shared: &Arc<ServiceShared>,
+    permit: OwnedSemaphorePermit,
+    base: Arc<BaseModel>,
+    published: Option<u64>,
+) -> Result<bool, FailedRequest> {
+    let shared = Arc::clone(shared);
+    let prepared = tokio::task::spawn_blocking(move || {
+        let _permit = permit;
+        shared.prepare(&base, published)
+    });
+    prepared.await.unwrap_or_else(|_| Err(FailedRequest::server(BUG)))
 }
 
 /// The engine and the slot that serve these weights, if they do.

@@ -23,8 +23,6 @@ pub(super) struct ClientSession {
     pub(super) user: UserId,
     /// When its last heartbeat or request came.
     pub(super) seen: Instant,
-    /// Sampling sessions by their numbers, so that a repeated request makes no other.
-    pub(super) samplers: HashMap<u64, String>,
 }
 
 /// A model, loaded or not.
@@ -238,7 +236,7 @@ mod tests {
     #[test]
     fn turns_of_users_without_a_session_are_forgotten() {
         let (ada, bob) = (UserId([1; 16]), UserId([2; 16]));
-        let session = ClientSession { user: ada, seen: Instant::now(), samplers: HashMap::new() };
+        let session = ClientSession { user: ada, seen: Instant::now() };
         let mut registry = ServiceRegistry {
             sessions: HashMap::from([("s1".to_owned(), session)]),
             turns: HashMap::from([(ada, 1), (bob, 2)]),

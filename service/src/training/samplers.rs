@@ -7,13 +7,13 @@
 //! Weights that a request uses keep their engine.
 
 use std::collections::{HashMap, HashSet, VecDeque};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
 use trajectory::PolicyVersion;
 
-use super::UserId;
+use super::{SampleFrom, UserId};
 use crate::outcome::{FailedRequest, Refusal};
 use crate::sampling::SamplerHost;
 use crate::trained::SamplingWeights;
@@ -33,7 +33,8 @@ pub(super) struct SamplerEntry {
     pub(super) path: Option<String>,
     /// The model that they are of.
     pub(super) model: Option<String>,
-    begun: Instant,
+    /// When its last request came, or it was begun.
+    used: Instant,
     known: HashMap<u64, KnownSample>,
     order: VecDeque<u64>,
 }
@@ -108,9 +109,17 @@ impl SamplerEntry {
             published,
             path,
             model,
-            begun: Instant::now(),
+            used: Instant::now(),
             known,
             order,
+        }
+    }
+
+    /// Whether it samples from the same as one that is begun with `from`.
+    pub(super) fn samples_from(&self, from: &SampleFrom) -> bool {
+        match from {
+            SampleFrom::Base(name) => self.published.is_none() && self.base == *name,
+            SampleFrom::Saved(path) => self.path.as_ref() == Some(path),
         }
     }
 
@@ -121,6 +130,7 @@ impl SamplerEntry {
 
     /// Remembers a request.
     pub(super) fn remember(&mut self, number: u64, known: KnownSample) {
+        self.used = Instant::now();
         if self.known.insert(number, known).is_none() {
             self.order.push_back(number);
         }
@@ -202,9 +212,9 @@ impl SamplerTable {
         self.drop_unused()
     }
 
-    /// Forgets the oldest sampling session of `user` of whose requests none `is_open`. `None` if there is none. Returns engines that
-    /// are to be ended.
-    pub(super) fn forget_oldest(
+    /// Forgets the least recently used sampling session of `user` of whose requests none `is_open`. `None` if there is none. Returns
+    /// engines that are to be ended.
+    pub(super) fn forget_least_used(
         &mut self,
         user: UserId,
         is_open: impl Fn(&str) -> bool,
@@ -212,8 +222,8 @@ impl SamplerTable {
         let can_go = |(_, entry): &(&String, &SamplerEntry)| {
             entry.user == user && !entry.known.values().any(|known| is_open(&known.request_id))
         };
-        let oldest = self.sessions.iter().filter(can_go).min_by_key(|(_, entry)| entry.begun);
-        let id = oldest.map(|(id, _)| id.clone())?;
+        let idle = self.sessions.iter().filter(can_go).min_by_key(|(_, entry)| entry.used);
+        let id = idle.map(|(id, _)| id.clone())?;
         self.sessions.remove(&id);
         Some(self.drop_unused())
     }
@@ -230,6 +240,15 @@ impl SamplerTable {
         self.inflight.retain(|_, id| self.published.contains_key(id));
         self.by_files.retain(|_, id| self.published.contains_key(id));
         ended
+    }
+
+    /// Forgets that published weights are saved in `files`, which get others: sampling sessions that have them keep those in memory.
+    pub(super) fn forget_files(&mut self, files: &Path) {
+        if let Some(id) = self.by_files.remove(files)
+            && let Some(published) = self.published.get_mut(&id)
+        {
+            published.files = None;
+        }
     }
 
     /// The number of the next use.

@@ -333,6 +333,19 @@ async fn a_failed_request_does_not_hold_up_the_next_and_a_missing_one_not_for_lo
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_request_that_is_refused_for_now_is_not_missing() {
+    let tiny = TinyService::with(ServiceLimits { queued_numbers: 1, ..ServiceLimits::default() });
+    let model = tiny.model(ADA, Some(LORA)).await;
+    tiny.service.optim_step(ADA, &model, 2, ADAM).unwrap();
+    let waits = std::time::Instant::now();
+    tokio::time::sleep(Duration::from_millis(50)).await;
+    assert_eq!(tiny.service.pass(ADA, &model, 1, cross_entropy(batch(1.0))).unwrap_err().status, 429);
+    let mut registry = tiny.service.shared.registry();
+    let calls = &mut registry.models.get_mut(&model).unwrap().calls;
+    assert!(calls.give_up(waits.elapsed()).is_empty(), "its client sends it again");
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn saved_weights_continue_with_the_same_bits_also_in_a_new_process() {
     for lora in [Some(LORA), None] {
         let tiny = TinyService::new();
@@ -390,6 +403,19 @@ async fn a_long_session_forgets_its_oldest_samplers_and_requests() {
     }
     assert_eq!(tiny.service.sampler(ADA, &samplers[0]).unwrap_err().status, 404);
     assert!(samplers[1..].iter().all(|sampler| tiny.service.sampler(ADA, sampler).is_ok()));
+    // The same for one of a base model: the least recently used one goes.
+    tiny.sample(ADA, &samplers[1], 0, request(&[1, 5], 1, 2)).await;
+    let session = model.split(':').next().unwrap();
+    let from = SampleFrom::Base("tiny".to_owned());
+    let other = tiny.service.create_sampling_session(ADA, session, 1, &from).unwrap_err();
+    assert_eq!(other.status, 400, "number 1 samples from the model: {other}");
+    let of_base = tiny.service.create_sampling_session(ADA, session, 3, &from).unwrap();
+    assert_eq!(tiny.service.create_sampling_session(ADA, session, 3, &from).unwrap(), of_base);
+    assert!([&samplers[1], &of_base].iter().all(|sampler| tiny.service.sampler(ADA, sampler).is_ok()));
+    assert_eq!(tiny.service.sampler(ADA, &samplers[2]).unwrap_err().status, 404);
+    let of_bob = tiny.service.create_session(BOB).unwrap();
+    let refused = tiny.service.create_sampling_session(BOB, &of_bob, 0, &from).unwrap_err();
+    assert_eq!(refused.status, 429, "none of Bob's can go: {refused}");
 
     let limits = ServiceLimits { outcome: Duration::ZERO, ..ServiceLimits::default() };
     let tiny = TinyService::with(limits);
@@ -432,6 +458,50 @@ async fn a_name_can_be_saved_again_after_its_record_or_its_old_files_failed() {
     save(3, true).await.unwrap();
     assert!(save(4, false).await.unwrap_err().contains("saved already"));
     save(5, true).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_name_that_was_deleted_and_is_saved_again_has_its_new_weights() {
+    let tiny = TinyService::new();
+    let model = tiny.model(ADA, Some(LORA)).await;
+    let (session, path) = (model.split(':').next().unwrap(), format!("tinker://{model}/sampler_weights/a"));
+    for round in 0..2 {
+        tiny.pass(ADA, &model, 1 + 3 * round, cross_entropy(batch(1.0))).await;
+        tiny.step(ADA, &model, 2 + 3 * round).await;
+        let save = Some(SaveRequest { name: "a".to_owned(), overwrite: false, ttl_s: None });
+        let save = SamplerSave { save, sampling_session_seq_id: None, inflight: false };
+        let ticket = tiny.service.save_for_sampler(ADA, &model, 3 + 3 * round, save).unwrap();
+        tiny.outcome(ADA, &ticket).await.unwrap();
+        let from = SampleFrom::Saved(path.clone());
+        let sampler = tiny.service.create_sampling_session(ADA, session, round, &from).unwrap();
+        assert_eq!(tiny.sample(ADA, &sampler, 0, request(&[1, 5], 1, 4)).await.version, 1 + round);
+        tiny.service.delete_saved(ADA, &path).unwrap();
+    }
+}
+
+#[test]
+fn requests_that_wait_for_an_engine_occupy_no_thread() {
+    let mut runtime = tokio::runtime::Builder::new_multi_thread();
+    let runtime = runtime.worker_threads(2).max_blocking_threads(1).enable_all().build().unwrap();
+    runtime.block_on(async {
+        let tiny = TinyService::new();
+        let model = tiny.model(ADA, Some(LORA)).await;
+        let session = tiny.service.create_session(BOB).unwrap();
+        let from = SampleFrom::Base("tiny".to_owned());
+        let of_base = tiny.service.create_sampling_session(BOB, &session, 0, &from).unwrap();
+        tiny.sample(BOB, &of_base, 0, request(&[1, 5], 1, 2)).await;
+        // As while the weights of another model are read.
+        let permit = Arc::clone(&tiny.service.shared.preparing).acquire_owned().await.unwrap();
+        let sampler = tiny.sampler(ADA, &model, 1, 0, false).await;
+        let ask = |number| tiny.service.sample(ADA, &sampler, number, request(&[1, 5], 1, 2)).unwrap();
+        let waiting: Vec<Ticket> = (0..8).map(ask).collect();
+        tiny.sample(BOB, &of_base, 1, request(&[1, 5], 1, 2)).await;
+        tokio::time::timeout(SOON, tokio::task::spawn_blocking(|| ())).await.unwrap().unwrap();
+        drop(permit);
+        for ticket in &waiting {
+            tiny.outcome(ADA, ticket).await.unwrap();
+        }
+    });
 }
 
 #[tokio::test(flavor = "multi_thread")]

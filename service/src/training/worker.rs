@@ -279,7 +279,14 @@ impl ModelWorker {
         save: &SamplerSave,
     ) -> Result<RequestOutcome, FailedRequest> {
         let path = match &save.save {
-            Some(named) => Some(self.named(id, false, named, model.version().0, |dir| model.export(dir))?),
+            Some(named) => {
+                let export = |dir: &PathBuf| {
+                    // The files of a name that was deleted may have been there.
+                    self.shared.samplers().forget_files(dir);
+                    model.export(dir)
+                };
+                Some(self.named(id, false, named, model.version().0, export)?)
+            }
             None => None,
         };
         let sampling_session_id = match save.sampling_session_seq_id {
