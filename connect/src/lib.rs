@@ -1,11 +1,12 @@
 //! HTTP connections of the crates. The blocking client, over ureq: one connection pool per server, TLS roots from a PEM file, a
 //! filter of addresses, and a classification of failures by what may be repeated. And the [`listener`] of servers, with [`tls`].
 //!
-//! Invariant: every request has a deadline, no redirect is followed, and no environment variable configures a proxy. The
-//! crate knows no protocol: paths, bodies, error documents and retry policies belong to its users, `buffer`, `weights` and
-//! `rewards`.
+//! Invariant: every request has a deadline, an answer that has begun progresses, no redirect is followed, and no environment
+//! variable configures a proxy. The crate knows no protocol: paths, bodies, error documents and retry policies belong to its
+//! users, such as `buffer`, `weights` and `rewards`.
 
 pub mod listener;
+mod progress;
 pub mod tls;
 mod write_deadline;
 
@@ -18,8 +19,10 @@ use std::time::Duration;
 use ureq::config::Config;
 use ureq::tls::{Certificate, PemItem, RootCerts, TlsConfig, parse_pem};
 use ureq::unversioned::resolver::{DefaultResolver, ResolvedSocketAddrs, Resolver};
-use ureq::unversioned::transport::{DefaultConnector, NextTimeout};
+use ureq::unversioned::transport::NextTimeout;
 use ureq::{Agent, AsSendBody, Timeout};
+
+use self::progress::ProgressConnector;
 
 pub use ureq::http::request::Builder as RequestBuilder;
 pub use ureq::http::{Error as RequestError, HeaderValue, Request, Response, Uri};
@@ -27,6 +30,8 @@ pub use ureq::{Body, BodyReader, Error as BodyError};
 
 /// Deadline of a TCP connection and its TLS handshake.
 const CONNECT: Duration = Duration::from_secs(10);
+/// Longest time without a byte of an answer that has begun.
+const PROGRESS: Duration = Duration::from_secs(60);
 /// Servers close idle connections after a few seconds; a connection that is idle for longer than this is not reused.
 const MAX_IDLE: Duration = Duration::from_secs(4);
 /// Maximum number of idle connections: one for each thread that may call at the same time.
@@ -84,6 +89,16 @@ impl HttpAgent {
         connections: usize,
         filter: Option<AddressFilter>,
     ) -> Result<Self, String> {
+        Self::with_progress(roots, connections, filter, PROGRESS)
+    }
+
+    /// [`Self::new`], with the longest time `progress` without a byte of an answer that has begun.
+    fn with_progress(
+        roots: Option<&Path>,
+        connections: usize,
+        filter: Option<AddressFilter>,
+        progress: Duration,
+    ) -> Result<Self, String> {
         let tls = match roots {
             None => TlsConfig::builder(),
             Some(path) => TlsConfig::builder().root_certs(RootCerts::Specific(Arc::new(certificates(path)?))),
@@ -93,17 +108,19 @@ impl HttpAgent {
             .max_redirects(0)
             .proxy(None)
             .timeout_connect(Some(CONNECT))
+            .timeout_per_read(Some(progress))
             .max_idle_age(MAX_IDLE)
             .max_idle_connections(connections)
             .max_idle_connections_per_host(connections)
             .tls_config(tls.build())
             .build();
         let resolver = FilteringResolver { filter, inner: DefaultResolver::default() };
-        Ok(Self { agent: Agent::with_parts(config, DefaultConnector::default(), resolver) })
+        Ok(Self { agent: Agent::with_parts(config, ProgressConnector::default(), resolver) })
     }
 
     /// Sends a request and reads the head of its answer, whatever its status, within `limit`. Reading the body counts
-    /// too. [`Duration::MAX`] is no limit.
+    /// too. [`Duration::MAX`] is no limit. An answer that sends nothing for a minute after it has begun is an error, unless the
+    /// request accepts a stream of events, which come at any time.
     ///
     /// # Errors
     /// A request without an answer.
@@ -113,8 +130,13 @@ impl HttpAgent {
         limit: Duration,
     ) -> Result<Response<Body>, SendError> {
         let limit = Some(limit).filter(|limit| *limit < Duration::MAX);
-        let request = self.agent.configure_request(request).timeout_global(limit).build();
-        Ok(self.agent.run(request)?)
+        let accepted = request.headers().get("accept").and_then(|accepted| accepted.to_str().ok());
+        let events = accepted.is_some_and(|accepted| accepted.contains("text/event-stream"));
+        let mut config = self.agent.configure_request(request).timeout_global(limit);
+        if events {
+            config = config.timeout_per_read(None);
+        }
+        Ok(self.agent.run(config.build())?)
     }
 }
 

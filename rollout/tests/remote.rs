@@ -286,6 +286,33 @@ fn an_aborted_completion_goes_on_where_it_was() {
 }
 
 #[test]
+fn tokens_without_a_version_have_the_one_of_the_engine_when_their_request_was_sent() {
+    for kind in [EngineKind::Vllm, EngineKind::Sglang] {
+        let engine = FakeEngine::new(kind);
+        engine.script().unversioned = true;
+        let mut bench = Bench::served(kind, &[&engine]);
+        engine.script().stuck = true;
+        bench.submit(1, 2);
+        let other = bench.model.other_parameters();
+        bench.publish(1, &other);
+        let begun = Instant::now();
+        while bench.sampler.version() != PolicyVersion(1) {
+            assert!(begun.elapsed() < SOON, "{:?}", bench.notices.lock().unwrap());
+            assert!(bench.sampler.poll(Duration::from_millis(5)).unwrap().is_empty());
+            if bench.sampler.newer_weights(Duration::ZERO).unwrap().is_some() {
+                let _ = bench.sampler.apply_weights(OnUpdate::Keep).unwrap();
+            }
+        }
+        engine.script().stuck = false;
+        let of =
+            |one: &Completion, version: PolicyVersion| one.versions.iter().all(|run| run.version == version);
+        assert!(bench.ended(2).iter().all(|one| of(one, PolicyVersion(0))));
+        bench.submit(2, 1);
+        assert!(bench.ended(1).iter().all(|one| of(one, PolicyVersion(1))));
+    }
+}
+
+#[test]
 fn requests_of_a_killed_engine_begin_again_elsewhere_and_it_comes_back_with_the_weights() {
     let (mut first, second) = (FakeEngine::new(EngineKind::Vllm), FakeEngine::new(EngineKind::Vllm));
     let mut bench = Bench::served(EngineKind::Vllm, &[&first, &second]);

@@ -1,6 +1,7 @@
 //! The state of each engine: it joins with the current weights, loads newer ones, and is left out while it is gone.
 //!
-//! Invariant: an engine in use has proven to serve the current version, or is loading it.
+//! Invariant: an engine in use has proven to serve the current version, or is loading it. It loads one version at a time, so the
+//! last one that it was sent is the one that it has.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -26,6 +27,10 @@ pub(super) struct RemoteEngine {
     pub(super) state: EngineState,
     /// The model that it serves.
     pub(super) model: String,
+    /// The version that it has proven last: what it samples is of this one or a newer one.
+    pub(super) proven: PolicyVersion,
+    /// Whether a version is being loaded into it.
+    pub(super) loading: bool,
     /// Sequences in flight.
     pub(super) sequences: usize,
     pub(super) queue: EngineQueue,
@@ -49,7 +54,7 @@ pub(super) struct EngineQueue {
 
 impl EngineQueue {
     /// An empty queue, which is asked for at once.
-    pub(super) fn unknown(now: Instant) -> Self {
+    fn unknown(now: Instant) -> Self {
         Self { waiting: 0, last: 0, next: Some(now) }
     }
 
@@ -76,6 +81,27 @@ pub(super) enum EngineState {
 }
 
 impl RemoteEngine {
+    /// An engine that has not been reached yet.
+    pub(super) fn unknown(client: EngineClient, now: Instant) -> Self {
+        Self {
+            client: Arc::new(client),
+            state: EngineState::Down(now),
+            model: String::new(),
+            proven: PolicyVersion::default(),
+            loading: false,
+            sequences: 0,
+            queue: EngineQueue::unknown(now),
+            heard: now,
+            asked: false,
+            lost: String::new(),
+        }
+    }
+
+    /// Whether it is tried again now. A load that still runs could end after that of a newer version, and leave the older one.
+    fn is_tried_again(&self, now: Instant) -> bool {
+        !self.loading && matches!(self.state, EngineState::Down(next) if now >= next)
+    }
+
     /// Whether it takes `sequences` more, if `most` are the most that this sampler sends. One that has none of this sampler takes any
     /// number; one in which requests wait takes no more.
     pub(super) fn has_space(&self, sequences: usize, most: usize) -> bool {
@@ -86,7 +112,8 @@ impl RemoteEngine {
 
 impl RemoteSampler {
     /// Loads `written` into an engine, after a look at the model that it serves.
-    pub(super) fn load(&self, engine: usize, written: &Arc<WrittenVersion>) -> Result<(), RolloutError> {
+    pub(super) fn load(&mut self, engine: usize, written: &Arc<WrittenVersion>) -> Result<(), RolloutError> {
+        self.engines[engine].loading = true;
         let client = Arc::clone(&self.engines[engine].client);
         let (pusher, written) = (Arc::clone(&self.pusher), Arc::clone(written));
         let (on_update, max_length) = (self.on_update, self.config.max_length);
@@ -106,6 +133,7 @@ impl RemoteSampler {
         version: PolicyVersion,
         loaded: Result<(String, ProvenLoad), EngineFailure>,
     ) -> Result<(), RolloutError> {
+        self.engines[engine].loading = false;
         if let Some(update) = self.update.as_mut().filter(|update| update.snapshot.version == version) {
             update.loading.remove(&engine);
         }
@@ -120,7 +148,7 @@ impl RemoteSampler {
                 }
                 let newest = self.current.clone().filter(|current| current.version != version);
                 let one = &mut self.engines[engine];
-                (one.model, one.heard) = (model, Instant::now());
+                (one.model, one.proven, one.heard) = (model, version, Instant::now());
                 match newest {
                     // A newer version was written while it joined.
                     Some(newest) if one.state == EngineState::Joining => return self.load(engine, &newest),
@@ -199,7 +227,7 @@ impl RemoteSampler {
             }
             let one = &mut self.engines[engine];
             match one.state {
-                EngineState::Down(next) if now >= next => {
+                EngineState::Down(_) if one.is_tried_again(now) => {
                     let Some(current) = self.current.clone() else { continue };
                     one.state = EngineState::Joining;
                     self.load(engine, &current)?;
@@ -242,4 +270,22 @@ fn served_model(client: &EngineClient, max_length: usize) -> Result<String, Engi
         )));
     }
     Ok(name)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_engine_that_is_gone_is_not_tried_again_before_its_load_has_ended() {
+        let now = Instant::now();
+        let mut engine = RemoteEngine::unknown(EngineClient::new("http://127.0.0.1:1").unwrap(), now);
+        assert!(engine.is_tried_again(now));
+        engine.loading = true;
+        assert!(!engine.is_tried_again(now + TRY_AGAIN));
+        (engine.loading, engine.state) = (false, EngineState::Down(now + TRY_AGAIN));
+        assert!(!engine.is_tried_again(now) && engine.is_tried_again(now + TRY_AGAIN));
+        engine.state = EngineState::Joining;
+        assert!(!engine.is_tried_again(now + TRY_AGAIN));
+    }
 }

@@ -31,7 +31,7 @@ use trajectory::{GroupId, PolicyVersion, TokenExperts, VersionRun};
 use weights::{Digest, Receipt, Snapshot, Subscriber};
 
 use self::client::{EngineClient, EngineFailure};
-use self::engine::{EngineQueue, EngineState, LOOK, RemoteEngine};
+use self::engine::{EngineState, LOOK, RemoteEngine};
 use self::experts::RoutedLayers;
 use self::protocol::{EngineCompletion, EngineEnd, EngineRequest, push_run};
 use self::push::{ProvenLoad, WeightPusher, WrittenVersion};
@@ -145,6 +145,8 @@ struct FlyingJob {
     job: RemoteJob,
     engine: usize,
     id: String,
+    /// The version that the engine had when it was sent: no token of the answer is older.
+    served: PolicyVersion,
     /// Its group was aborted.
     dropped: bool,
 }
@@ -188,18 +190,7 @@ impl RemoteSampler {
                 evidence,
                 remedy: "repair the certificates of this machine".to_owned(),
             })?;
-            let now = Instant::now();
-            let (state, model) = (EngineState::Down(now), String::new());
-            Ok(RemoteEngine {
-                client: Arc::new(client),
-                state,
-                model,
-                sequences: 0,
-                queue: EngineQueue::unknown(now),
-                heard: now,
-                asked: false,
-                lost: String::new(),
-            })
+            Ok(RemoteEngine::unknown(client, Instant::now()))
         };
         let engines = config.urls.iter().map(engine).collect::<Result<Vec<_>, RolloutError>>()?;
         let routed = RoutedLayers::of(directory.config()).filter(|_| config.experts);
@@ -303,11 +294,12 @@ impl RemoteSampler {
         answer: Result<serde_json::Value, EngineFailure>,
         ended: &mut Vec<Completion>,
     ) -> Result<(), RolloutError> {
-        let Some(FlyingJob { job, engine, dropped, .. }) = self.flying.remove(&number) else { return Ok(()) };
+        let Some(FlyingJob { job, engine, served, dropped, .. }) = self.flying.remove(&number) else {
+            return Ok(());
+        };
         let one = &mut self.engines[engine];
         one.sequences = one.sequences.saturating_sub(job.sequences.len());
         one.heard = Instant::now();
-        let served = self.served;
         let read = answer.and_then(|answer| self.config.kind.completions(&answer, served));
         let tokens = |one: &RemoteSequence| one.request.prompt.len() + one.token_ids.len();
         let before = |number: usize| job.sequences.get(number).map_or(0, tokens);
@@ -444,8 +436,8 @@ impl RemoteSampler {
         }
         one.sequences += job.sequences.len();
         let call = self.config.kind.generate(&one.model, &asked);
-        let (client, deadline) = (Arc::clone(&one.client), self.config.wait);
-        self.flying.insert(number, FlyingJob { job, engine, id, dropped: false });
+        let (client, served, deadline) = (Arc::clone(&one.client), one.proven, self.config.wait);
+        self.flying.insert(number, FlyingJob { job, engine, id, served, dropped: false });
         self.spawn(move || EngineEvent::Answered { job: number, answer: client.call(&call, deadline) })
     }
 }

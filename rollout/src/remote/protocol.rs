@@ -1,7 +1,8 @@
 //! What vLLM and SGLang are asked, and what they answer.
 //!
 //! Requests and answers of vLLM 0.32 (`/inference/v1/generate`, started with `--enable-scale-out`) and SGLang 0.5
-//! (`/generate`); both report the version of the weights of every token as spans over the completion.
+//! (`/generate`); both report the version of the weights of every token as spans over the completion. Older releases of SGLang
+//! name the version at its end alone.
 //!
 //! Invariant: an answer of another form is an error that quotes it; nothing of it is guessed.
 
@@ -191,7 +192,8 @@ impl EngineKind {
         }
     }
 
-    /// The completions in an answer to [`generate`](Self::generate); tokens without a version are of `served`.
+    /// The completions in an answer to [`generate`](Self::generate). Tokens without a version are of `served`, which the engine
+    /// had when it was asked: the oldest that can have sampled them.
     ///
     /// # Errors
     /// What is missing in it. An engine whose weights rlrun has not pushed, because it was started again, is
@@ -354,11 +356,7 @@ fn vllm_choice(choice: &Value, served: PolicyVersion) -> Result<EngineCompletion
         Some("abort") => EngineEnd::Aborted,
         other => return Err(format!("`finish_reason` is {other:?}").into()),
     };
-    let span = |span: &Value| {
-        let version = span["version"].as_str().map(str::to_owned);
-        Some((version?, span["start"].as_u64()?, span["end"].as_u64()?))
-    };
-    let whole = completion(token_ids, &logprobs, end, spans(&choice["weight_versions"], span)?, served)?;
+    let whole = completion(token_ids, &logprobs, end, spans(&choice["weight_versions"])?, served)?;
     Ok(EngineCompletion { experts: text(&choice["routed_experts"]), ..whole })
 }
 
@@ -374,16 +372,13 @@ fn sglang_completion(answer: &Value, served: PolicyVersion) -> Result<EngineComp
         Some("abort") => EngineEnd::Aborted,
         other => return Err(format!("`finish_reason` is {other:?}").into()),
     };
-    let span = |span: &Value| {
-        let version = span[0].as_str().map(str::to_owned);
-        Some((version?, span[1].as_u64()?, span[2].as_u64()?))
-    };
-    let mut found = spans(&meta["weight_versions"], span)?;
+    let mut found = spans(&meta["weight_versions"])?;
     if found.is_empty()
         && let Some(version) = meta["weight_version"].as_str()
     {
-        // It saw one version.
-        found = vec![(version.to_owned(), 0, token_ids.len() as u64)];
+        // It is the version at the end of the completion, the newest that can have sampled a token.
+        let oldest = version.parse::<u64>().map_or(version.to_owned(), |last| last.min(served.0).to_string());
+        found = vec![(oldest, 0, token_ids.len() as u64)];
     }
     let whole = completion(token_ids, &logprobs, end, found, served)?;
     Ok(EngineCompletion { experts: text(&meta["routed_experts"]), ..whole })
@@ -400,7 +395,13 @@ fn ids(value: &Value) -> Option<Vec<u32>> {
 
 type NamedSpan = (String, u64, u64);
 
-fn spans(value: &Value, of: impl Fn(&Value) -> Option<NamedSpan>) -> Result<Vec<NamedSpan>, String> {
+/// Spans as objects; those of some releases of SGLang are arrays.
+fn spans(value: &Value) -> Result<Vec<NamedSpan>, String> {
+    let of = |span: &Value| {
+        let part = |name: &str, place: usize| span.get(name).or_else(|| span.get(place)).cloned();
+        let version = part("version", 0)?.as_str()?.to_owned();
+        Some((version, part("start", 1)?.as_u64()?, part("end", 2)?.as_u64()?))
+    };
     let each = value.as_array().map(Vec::as_slice).unwrap_or_default().iter();
     each.map(of).collect::<Option<Vec<_>>>().ok_or_else(|| format!("`weight_versions` are {value}"))
 }
@@ -428,7 +429,9 @@ fn completion(
         let version = PolicyVersion(number);
         push_run(&mut versions, version, end - start);
     }
-    push_run(&mut versions, served, tokens as u64 - covered);
+    // The weights of an engine only become newer.
+    let rest = versions.last().map_or(served, |run| run.version);
+    push_run(&mut versions, rest, tokens as u64 - covered);
     // Engines may round a log-probability to slightly above 0.
     let logprobs = logprobs.iter().map(|logprob| logprob.min(0.0) as f32).collect();
     Ok(EngineCompletion { token_ids, logprobs, versions, end, experts: None })
@@ -539,6 +542,13 @@ mod tests {
             (&one[0].versions[..], one[0].end),
             (&[run(2, 2)][..], EngineEnd::Stopped(StopReason::Length))
         );
+        // Weights came while it sampled: its tokens may be of the version that it had when it was asked.
+        let one = read(&answer(json!({ "weight_version": "6" })));
+        assert_eq!(one[0].versions, [run(4, 2)]);
+        let one = read(&answer(json!({ "weight_versions": [{ "version": "5", "start": 0, "end": 1 }] })));
+        assert_eq!(one[0].versions, [run(5, 2)]);
+        let gone = EngineKind::Sglang.completions(&answer(json!({ "weight_version": "default" })), SERVED);
+        assert_eq!(gone, Err(EngineFailure::Gone("has weights of the version \"default\"".to_owned())));
         let two =
             json!([answer(json!({ "weight_versions": [["2", 0, 1], ["3", 1, 2]] })), answer(json!({}))]);
         let two = read(&two);

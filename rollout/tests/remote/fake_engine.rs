@@ -22,7 +22,7 @@ pub(super) struct EngineScript {
     pub(super) decoder: Option<Decoder>,
     pub(super) version: String,
     pub(super) paused: bool,
-    /// Requests wait, although nothing has paused it.
+    /// Requests except probes wait, although nothing has paused it.
     pub(super) stuck: bool,
     /// Paths of all calls.
     pub(super) calls: Vec<String>,
@@ -37,6 +37,8 @@ pub(super) struct EngineScript {
     pub(super) queued: u64,
     /// The name by which what was loaded last is sampled from.
     pub(super) served: String,
+    /// Its answers name no versions.
+    pub(super) unversioned: bool,
     /// Whether it was started to name the experts of tokens.
     pub(super) experts: bool,
 }
@@ -64,6 +66,7 @@ impl FakeEngine {
             context: 128,
             queued: 0,
             served: BASE.to_owned(),
+            unversioned: false,
             experts: false,
         };
         Self::listen(([127, 0, 0, 1], 0).into(), Arc::new(Mutex::new(script)))
@@ -131,13 +134,14 @@ fn answer(stream: TcpStream, script: &Mutex<EngineScript>, over: &AtomicBool) {
     let body: Value = serde_json::from_slice(&body).unwrap_or(Value::Null);
     script.lock().unwrap().calls.push(path.clone());
     if path.ends_with("/generate") {
+        let probe = body.to_string().contains("rlrun-probe");
         {
             let mut script = script.lock().unwrap();
             script.paused |= std::mem::take(&mut script.paused_before);
         }
         loop {
             let script = script.lock().unwrap();
-            if !script.paused && !script.stuck {
+            if !script.paused && (probe || !script.stuck) {
                 break;
             }
             drop(script);
@@ -216,7 +220,9 @@ impl EngineScript {
         let number = |name: &str| rules[name].as_u64().unwrap();
         // A cache of prompts is that of the version.
         assert!(
-            self.version == "default" || body["cache_salt"] == format!("rlrun-v{}", self.version),
+            self.version == "default"
+                || self.unversioned
+                || body["cache_salt"] == format!("rlrun-v{}", self.version),
             "{body}"
         );
         let most = number(if vllm { "max_tokens" } else { "max_new_tokens" });
@@ -244,15 +250,18 @@ impl EngineScript {
         let wanted = self.experts && (vllm || body["return_routed_experts"] == true);
         let routes = |tokens: &[u32]| wanted.then(|| self.routes(&[&prompt[..], tokens].concat()));
         let version = &self.version;
+        let spans = |end: usize| match self.unversioned {
+            true => Value::Null,
+            false => json!([{ "version": version, "start": 0, "end": end }]),
+        };
         if vllm {
             let choice = |(index, (tokens, logprobs, finish)): (usize, (Vec<u32>, Vec<f64>, &str))| {
-                let end = tokens.len();
                 let content =
                     tokens.iter().zip(&logprobs).map(|(id, of)| json!({ "token_id": id, "logprob": of }));
                 json!({
                     "index": index, "finish_reason": finish, "token_ids": tokens,
                     "logprobs": { "content": content.collect::<Vec<_>>() },
-                    "weight_versions": [{ "version": version, "start": 0, "end": end }],
+                    "weight_versions": spans(tokens.len()),
                     "routed_experts": routes(&tokens),
                 })
             };
@@ -263,7 +272,7 @@ impl EngineScript {
         let one = |(tokens, logprobs, finish): (Vec<u32>, Vec<f64>, &str)| {
             let pairs = tokens.iter().zip(&logprobs).map(|(id, of)| json!([of, id, null]));
             json!({ "output_ids": tokens, "meta_info": {
-                "finish_reason": { "type": finish }, "weight_version": version,
+                "finish_reason": { "type": finish }, "weight_version": (!self.unversioned).then_some(version),
                 "output_token_logprobs": pairs.collect::<Vec<_>>(),
                 "routed_experts": routes(&tokens),
             } })
