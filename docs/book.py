@@ -4,7 +4,8 @@
     docs/book.py links                           checks every relative link and anchor of all documents
     docs/book.py build --rlrun PATH --out DIR    writes the source of the book to DIR/src; builds DIR/html if mdbook is there
     docs/book.py blocks --rlrun PATH             runs the blocks of docs/*.md: `sh` blocks in their order, and `rlrun check` for
-                                                 each `toml` block whose first line names a file; `--full` with all steps
+                                                 each `toml` block whose first line names a file; `--full` with all steps,
+                                                 otherwise with few
 
 Invariant: a chapter is a document of the repository or an output of the program; nothing of the book is written twice. Blocks that
 are not run are `text`. A comment `<!-- sh ... -->` is run and not shown: it makes what the blocks after it need.
@@ -32,6 +33,9 @@ GENERATED = ["keys", "metrics", "peers", "algorithms", "rewards", "http"]
 LINK = re.compile(r"\]\(([^()\s]+)\)")
 # Seconds that the blocks of one document may take.
 LIMIT_S = 600
+# Steps of a run of the blocks, without `--full`, and what else makes a run of the default recipe short.
+STEPS = 2
+SHORT = {"RLRUN__WARMUP__STEPS": "20", "RLRUN__EVAL__TASKS": "20"}
 
 
 def documents():
@@ -251,6 +255,14 @@ def blocks_of(text):
         yield match[1] or match[3], match[2] or match[4]
 
 
+def shortened(script):
+    """`script` with few steps wherever it sets their number, and the variables for few steps where it does not."""
+    # A run that is resumed has twice as many: each of the two parts makes some.
+    script = re.sub(r"trainer\.steps=(\d+)", lambda match: f"trainer.steps={min(int(match[1]), 2 * STEPS)}", script)
+    # Other recipes have no warm-up.
+    return script, {"RLRUN__TRAINER__STEPS": str(STEPS)} | (SHORT if "grpo_math.toml" in script else {})
+
+
 def run_blocks(rlrun, full):
     """Runs the blocks of every document in a directory of its own."""
     total = 0
@@ -273,9 +285,11 @@ def run_blocks(rlrun, full):
             for name, content in files.items():
                 (pathlib.Path(directory) / name).write_text(content)
             environment = os.environ | {"PATH": f"{pathlib.Path(rlrun).resolve().parent}:{os.environ['PATH']}"}
+            text = "\n".join(script)
             if not full:
-                environment["RLRUN__TRAINER__STEPS"] = "6"
-            command = ["bash", "-c", "\n".join(script)]
+                text, short = shortened(text)
+                environment |= short
+            command = ["bash", "-c", text]
             done = subprocess.run(command, cwd=directory, env=environment, timeout=LIMIT_S, capture_output=True, text=True)
             if done.returncode != 0:
                 sys.exit(f"{path.name}: status {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")

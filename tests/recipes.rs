@@ -26,6 +26,9 @@ const SHORT: [&str; 8] = [
     "model.path=\"chat_model\"",
 ];
 
+/// Families whose exports generate: one of each kind of decoder.
+const GENERATES: [&str; 4] = ["llama", "qwen3_moe", "deepseek_v3", "qwen3_next"];
+
 /// Makes a tiny random model with a chat template in `chat_model`, with the binary.
 fn make_chat_model(home: &Home) {
     let sizes =
@@ -206,7 +209,9 @@ fn models_of_every_family_train_on_columns_of_any_name() {
             "{family}: {moved} of {} weights moved",
             before.values().len()
         );
-        home.rlrun(&["generate", "out", "1+1=", "--max-tokens", "4"]).ok();
+        if GENERATES.contains(&&*family) {
+            home.rlrun(&["generate", "out", "1+1=", "--max-tokens", "4"]).ok();
+        }
     }
 }
 

@@ -33,18 +33,10 @@ fn a_killed_synchronous_run_ends_with_the_same_bits() {
     let home = Home::new();
     let sets = ["buffer.max_staleness=0"];
     let whole = home.small("whole", &sets);
-    let moments = [
-        Moment::WarmUp,
-        Moment::Checkpoint(0),
-        Moment::Start(2),
-        Moment::Step(1),
-        Moment::Step(3),
-        Moment::Step(5),
-        Moment::Checkpoint(6),
-        Moment::Step(8),
-    ];
+    let moments =
+        [Moment::WarmUp, Moment::Checkpoint(0), Moment::Step(1), Moment::Step(5), Moment::Checkpoint(6)];
     let (killed, kills) = run_with_kills(&home, "killed", &sets, &moments);
-    assert!(kills >= 5, "only {kills} kills came in time");
+    assert!(kills >= 3, "only {kills} kills came in time");
     for file in ["model/model.safetensors", "optimizer.safetensors"] {
         let bytes = |run: &Run| fs::read(run.checkpoint(STEPS).join(file)).unwrap();
         assert!(bytes(&whole) == bytes(&killed), "{file} differs");
@@ -100,11 +92,10 @@ fn a_killed_lora_run_ends_with_the_same_bits_and_its_adapter_can_be_loaded() {
     assert!(
         fs::read(home.path("merged/model.safetensors")).unwrap() == last(&whole, "model/model.safetensors")
     );
-    let further =
-        ["model.path=whole/checkpoints/base", "lora.path=adapter", "warmup.steps=0", "trainer.steps=4"];
-    let further: Vec<&str> = sets.iter().chain(&further).copied().collect();
-    let started = home.small("further", &[&further[..], &["trainer.learning_rate=1e-30"]].concat());
-    let merged = fs::read(started.checkpoint(4).join("model/model.safetensors")).unwrap();
+    let further = ["model.path=whole/checkpoints/base", "lora.path=adapter", "warmup.steps=0"];
+    let one_step = ["trainer.steps=1", "trainer.decay_steps=1", "trainer.learning_rate=1e-30"];
+    let started = home.small("further", &[&sets[..], &further, &one_step].concat());
+    let merged = fs::read(started.checkpoint(1).join("model/model.safetensors")).unwrap();
     assert!(
         merged == last(&whole, "model/model.safetensors"),
         "without a step it is the model that was exported"

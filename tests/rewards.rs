@@ -122,24 +122,23 @@ fn mean(values: &[f64]) -> f64 {
 #[test]
 fn a_reward_model_gives_equal_scores_in_every_placement() {
     let home = Home::new();
-    let sync = ["buffer.max_staleness=0", "trainer.steps=4"];
+    let sync = ["buffer.max_staleness=0", "trainer.steps=2"];
     let run = |name: &str, keys: &str, sets: &[&str]| {
         let rewards = reward_model(&home, keys);
         let (run, _) = run_with(&home, name, &rewards, &[&sync, sets].concat());
-        let weights = std::fs::read(run.checkpoint(4).join("model/model.safetensors")).unwrap();
+        let weights = std::fs::read(run.checkpoint(2).join("model/model.safetensors")).unwrap();
         (run.values("reward/model/mean"), weights)
     };
     let separated = run("separated", "placement = \"separated\"\nthreads = 1", &[]);
-    let beside = run("beside", "placement = \"colocated\"\nbatch_tokens = 100", &[]);
-    let swapped = run("swapped", "placement = \"colocated\"", &["placement.memory_mib=0"]);
+    let swapped =
+        run("swapped", "placement = \"colocated\"\nbatch_tokens = 100", &["placement.memory_mib=0"]);
     // Samplers ask it for training, the trainer for evaluations.
     let process = run("process", "placement = \"separated\"\nthreads = 1", &["placement.processes=true"]);
     let served = Served::start(&home, &["--model", "rm/checkpoints/step_000025/model"]);
     let rewards = format!("[[rewards]]\nkind = \"model\"\nurl = \"{}\"\n", served.url);
     let (elsewhere, _) = run_with(&home, "elsewhere", &rewards, &sync);
-    let weights = std::fs::read(elsewhere.checkpoint(4).join("model/model.safetensors")).unwrap();
+    let weights = std::fs::read(elsewhere.checkpoint(2).join("model/model.safetensors")).unwrap();
     assert_eq!(separated, (elsewhere.values("reward/model/mean"), weights));
-    assert_eq!(separated, beside);
     assert_eq!(separated, swapped);
     assert_eq!(separated, process);
     assert!(separated.0.iter().any(|mean| *mean != separated.0[0]), "{:?}", separated.0);

@@ -14,7 +14,7 @@ use crate::served::{Client, Place, SOON, Server};
 use crate::support::Home;
 
 /// Number of kills of the server.
-const KILLS: u64 = 100;
+const KILLS: u64 = 30;
 const WRITERS: u64 = 4;
 const CONSUMERS: [&str; 2] = ["left", "right"];
 /// Most groups of a lease.

@@ -1,11 +1,54 @@
 //! `rlrun serve policy`: a run's newest checkpoint as an endpoint. `endpoint/tests/main.rs` has its protocols.
 
+use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::OnceLock;
 
 use serde_json::{Value, json};
 
 use crate::served::{Client, Place, Server};
 use crate::support::Home;
+
+/// The files of a run, with their paths in its directory.
+type RunFiles = Vec<(PathBuf, Vec<u8>)>;
+
+/// Writes a run of three steps to the directory `name` of `home`. It is made once for all tests, which only read its model.
+fn trained(home: &Home, name: &str) {
+    static FILES: OnceLock<RunFiles> = OnceLock::new();
+    copied(home, name, &FILES, &["trainer.steps=3"]);
+}
+
+/// The same for a run with LoRA.
+fn tuned(home: &Home) {
+    static FILES: OnceLock<RunFiles> = OnceLock::new();
+    copied(home, "tuned", &FILES, &["lora.rank=4", "trainer.learning_rate=0.02", "trainer.steps=4"]);
+}
+
+/// Writes `files` to the directory `name` of `home`: those of a run with `sets`.
+fn copied(home: &Home, name: &str, files: &OnceLock<RunFiles>, sets: &[&str]) {
+    let files = files.get_or_init(|| {
+        let made = Home::new();
+        let directory = made.small("run", sets).path;
+        let mut files = Vec::new();
+        collect(&directory, &directory, &mut files);
+        files
+    });
+    for (path, content) in files {
+        home.write(&format!("{name}/{}", path.display()), content);
+    }
+}
+
+/// Adds the files in `directory` with their paths in `root`.
+fn collect(root: &Path, directory: &Path, files: &mut RunFiles) {
+    for entry in std::fs::read_dir(directory).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            collect(root, &path, files);
+        } else {
+            files.push((path.strip_prefix(root).unwrap().to_owned(), std::fs::read(&path).unwrap()));
+        }
+    }
+}
 
 fn serve(home: &Home, args: &[&str]) -> Result<Server, String> {
     let mut command = Command::new(env!("CARGO_BIN_EXE_rlrun"));
@@ -16,7 +59,7 @@ fn serve(home: &Home, args: &[&str]) -> Result<Server, String> {
 #[test]
 fn the_newest_checkpoint_of_a_run_is_served_until_a_signal() {
     let home = Home::new();
-    home.small("run", &["trainer.steps=3"]);
+    trained(&home, "run");
     let server = serve(&home, &["run"]).unwrap();
     let place = Place::at(server.address);
     let mut client = Client::new(&place);
@@ -39,7 +82,7 @@ fn the_newest_checkpoint_of_a_run_is_served_until_a_signal() {
 #[test]
 fn a_token_file_protects_a_model_under_another_name() {
     let home = Home::new();
-    home.small("run", &["trainer.steps=3"]);
+    trained(&home, "run");
     home.write("token", "secret\n");
     let server =
         serve(&home, &["run/model", "--name", "mine", "--token-file", "token", "--quantization", "int8"]);
@@ -58,7 +101,7 @@ fn what_cannot_be_served_is_refused() {
     home.rlrun(&["serve", "policy", "missing"]).refused(&["missing", "neither a model directory"]);
     home.rlrun(&["serve", "policy", "model", "--quantization", "int4"])
         .refused(&["int4", "none, int8, bf16"]);
-    home.small("run", &["trainer.steps=3"]);
+    trained(&home, "run");
     home.rlrun(&["serve", "policy", "run", "--max-context", "100000"])
         .refused(&["--max-context 100000", "lower it"]);
 }
@@ -86,7 +129,7 @@ fn assert_near(found: &Value, expected: &Value) {
 #[test]
 fn adapters_are_served_beside_their_base() {
     let home = Home::new();
-    home.small("tuned", &["lora.rank=4", "trainer.learning_rate=0.02", "trainer.steps=4"]);
+    tuned(&home);
     let base = "tuned/checkpoints/base";
     home.rlrun(&["export", "tuned", "--adapter", "--out", "peft"]).ok();
     let adapters = ["--adapter", "run=tuned", "--adapter", "peft=peft"];
@@ -121,7 +164,7 @@ fn adapters_are_served_beside_their_base() {
     };
     refused("peft", &["NAME=DIR_OR_RUN"]);
     refused("base=peft", &["--adapter base", "name is taken"]);
-    home.small("plain", &["trainer.steps=3"]);
+    trained(&home, "plain");
     refused("x=plain", &["--adapter x", "run without [lora]"]);
     refused("x=missing", &["missing"]);
     let config = std::fs::read_to_string(home.path("peft/adapter_config.json")).unwrap();
@@ -135,7 +178,7 @@ fn adapters_are_served_beside_their_base() {
 #[test]
 fn adapters_are_served_on_a_device() {
     let home = Home::new();
-    home.small("tuned", &["lora.rank=4", "trainer.learning_rate=0.02", "trainer.steps=4"]);
+    tuned(&home);
     let served = ["tuned/checkpoints/base", "--name", "base", "--adapter", "run=tuned"];
     let answers = |more: &[&str]| {
         let server = serve(&home, &[&served[..], more].concat()).unwrap();

@@ -204,8 +204,9 @@ fn inject(fault: InjectedFault, median_step_s: f64, draws: &mut Draws) -> FaultA
     FaultAnswer { is_found, named, median_step_s: median_step(&answer) }
 }
 
+/// Faults of a disk, of the transport of weights and of a process; [`a_hundred_faults_are_found_by_name`] has every kind.
 #[test]
-fn a_fault_of_each_kind_is_found_by_name_and_undisturbed_runs_name_none() {
+fn faults_are_found_by_name_and_undisturbed_runs_name_none() {
     let home = new_home();
     let mut draws = Draws(27);
     let sets: [&[&str]; 2] = [&[], &["trainer.world=2", "buffer.max_staleness=1"]];
@@ -220,7 +221,7 @@ fn a_fault_of_each_kind_is_found_by_name_and_undisturbed_runs_name_none() {
         median_step_s = median_step_s.max(median_step(&calm));
         assert_eq!(calm["steps"], STEPS);
     }
-    for fault in [SlowCheckpoint, SlowJournal, SlowReward("digits"), SlowLink, SlowRank(1), PausedWorker] {
+    for fault in [SlowJournal, SlowLink, PausedWorker] {
         // Other programs on the machine may cause a longer stall than the fault.
         let mut missed = Vec::new();
         while missed.len() < 3 {
@@ -237,7 +238,7 @@ fn a_fault_of_each_kind_is_found_by_name_and_undisturbed_runs_name_none() {
 
 /// `cargo test --workspace --test tests -- --ignored --nocapture why::a_hundred_faults`
 #[test]
-#[ignore = "takes a quarter of an hour; a fault of each kind is above"]
+#[ignore = "takes a quarter of an hour; faults of three kinds are above"]
 fn a_hundred_faults_are_found_by_name() {
     let seed = 2_026_112_700;
     let mut draws = Draws(seed);

@@ -85,7 +85,7 @@ fn one_of_two_samplers_is_enough_for_a_slow_trainer_and_the_other_is_a_reserve()
     let sets = [
         "placement.adapt_samplers=true",
         "buffer.max_staleness=4",
-        "trainer.steps=60",
+        "trainer.steps=40",
         "deadlines.heartbeat_s=60",
     ];
     let args = small_args("run", &[&sets[..], &PROCESSES].concat());
@@ -104,10 +104,10 @@ fn one_of_two_samplers_is_enough_for_a_slow_trainer_and_the_other_is_a_reserve()
     for name in ["rollout 0", "rollout 1"] {
         killed = run.steps().len();
         signal_process(pids(&run, name)[0], "KILL");
-        assert!(run.wait_for(Moment::Step(killed as u64 + 12), &mut lead));
+        assert!(run.wait_for(Moment::Step(killed as u64 + 8), &mut lead));
     }
     finish(lead).ok();
-    every_group_once(&run, 60, 8).unwrap();
+    every_group_once(&run, 40, 8).unwrap();
     let first = &decided()[0]["fields"];
     assert_eq!((&first["samplers_before"], &first["samplers"]), (&2.into(), &1.into()), "{first}");
     let samplers = run.values("rollout/active_samplers");
@@ -139,7 +139,7 @@ fn ranks_as_processes_have_the_bits_of_threads_after_a_kill() {
 #[test]
 fn killed_ranks_are_replaced_from_memory_with_the_same_bits() {
     let home = Home::new();
-    let sets = ["buffer.max_staleness=0", "trainer.steps=14", "trainer.world=4", "trainer.zero=3"];
+    let sets = ["buffer.max_staleness=0", "trainer.steps=10", "trainer.world=4", "trainer.zero=3"];
     let threads = home.small("threads", &sets);
     let elastic = [
         "placement.processes=true",
@@ -177,10 +177,10 @@ fn killed_ranks_are_replaced_from_memory_with_the_same_bits() {
     for cause in ["regroup", "snapshot"] {
         assert!(why["causes"].as_array().unwrap().iter().any(|of| of["cause"] == cause), "{cause}: {why}");
     }
-    let weights = |run: &Run| fs::read(run.checkpoint(14).join("model/model.safetensors")).unwrap();
+    let weights = |run: &Run| fs::read(run.checkpoint(10).join("model/model.safetensors")).unwrap();
     assert!(weights(&threads) == weights(&run), "the weights differ");
     assert_eq!(threads.values("reward/mean"), run.values("reward/mean"));
-    every_group_once(&run, 14, 8).unwrap();
+    every_group_once(&run, 10, 8).unwrap();
 }
 
 /// The first rank cannot be replaced: it starts again from its checkpoint, and so do the ranks that it leaves.

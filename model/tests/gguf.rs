@@ -409,7 +409,7 @@ fn an_unknown_quantisation_is_named() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(512))]
+    #![proptest_config(ProptestConfig::with_cases(128))]
     #[test]
     fn a_damaged_header_is_an_error_and_no_panic(places in prop::collection::vec((0.0..1.0f64, any::<u8>()), 1..4)) {
         let config = small(Architecture::Llama);

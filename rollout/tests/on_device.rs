@@ -54,7 +54,22 @@ fn completions_are_those_of_the_processor() {
 /// Families whose layers normalise, attend or multiply in another way.
 #[test]
 fn families_generate_as_on_the_processor() {
-    for family in [Architecture::Olmo3, Architecture::Smollm3, Architecture::Granite, Architecture::Gemma3] {
+    families_generate(&[Architecture::Olmo3, Architecture::Gemma3]);
+}
+
+#[test]
+#[ignore = "takes seconds a family; two are above"]
+fn families_generate_as_on_the_processor_in_all_combinations() {
+    families_generate(&[
+        Architecture::Olmo3,
+        Architecture::Smollm3,
+        Architecture::Granite,
+        Architecture::Gemma3,
+    ]);
+}
+
+fn families_generate(families: &[Architecture]) {
+    for &family in families {
         let model = Model::of_family(family, 128);
         let requests = || (0..2).map(|g| request(g, 2, Sampling::PLAIN)).collect();
         let expected = complete(&mut model.engine(CONFIG, &[]), requests());
@@ -113,7 +128,17 @@ fn kept_prefixes_of_recurrences_are_continued() {
 /// The experts of every token but the newest, whatever else is in a step, and with prompts in chunks.
 #[test]
 fn recorded_experts_are_those_of_the_processor() {
-    for family in [Architecture::Qwen3Moe, Architecture::Glm4Moe, Architecture::DeepseekV3] {
+    experts_are_recorded(&[Architecture::DeepseekV3]);
+}
+
+#[test]
+#[ignore = "takes seconds a family; one is above"]
+fn recorded_experts_are_those_of_the_processor_in_all_combinations() {
+    experts_are_recorded(&[Architecture::Qwen3Moe, Architecture::Glm4Moe, Architecture::DeepseekV3]);
+}
+
+fn experts_are_recorded(families: &[Architecture]) {
+    for &family in families {
         let model = Model::of_family(family, 128);
         let requests = || (0..3).map(|g| request(g, 2, Sampling::PLAIN)).collect();
         let recorded = |engine: Engine| complete(&mut engine.recording_experts(), requests());
@@ -131,10 +156,21 @@ fn recorded_experts_are_those_of_the_processor() {
     }
 }
 
-/// Requests with different adapters in one batch, with experts and without, while new weights come in and after a sleep.
+/// Requests with different adapters in one batch, under experts, while new weights come in and after a sleep; `model/tests/on_device` has
+/// layers without experts, too.
 #[test]
 fn adapters_generate_as_on_the_processor() {
-    for family in [Architecture::Qwen2, Architecture::DeepseekV3] {
+    adapters_generate(&[Architecture::DeepseekV3]);
+}
+
+#[test]
+#[ignore = "takes seconds a family; one is above"]
+fn adapters_generate_as_on_the_processor_in_all_combinations() {
+    adapters_generate(&[Architecture::Qwen2, Architecture::DeepseekV3]);
+}
+
+fn adapters_generate(families: &[Architecture]) {
+    for &family in families {
         let model = Model::of_family(family, 128);
         let config = model.directory.config();
         let adapters = || vec![adapter(config, 0.7), adapter(config, 1.3)];

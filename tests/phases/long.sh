@@ -43,14 +43,37 @@ many_samplers() {
     "${bench[@]}" link "${of[@]}" --rates 1e-6 --steps 4
 }
 
+# Ignored tests beside those that run other cases of the same function.
+whole_runs() {
+    "${tests[@]}" --test tests -- --ignored --exact \
+        learns::the_whole_default_recipe_learns \
+        algorithms::every_algorithm_learns \
+        chaos::two_hundred_kills_of_every_role \
+        algorithms::masks_of_whole_sequences_report_their_metrics \
+        algorithms::identity_preference_optimisation_learns_without_sampling \
+        experts::every_other_family_with_experts_replays_them \
+        memory::the_plan_predicts_the_peak_of_whole_episodes \
+        parity::no_number_of_ranks_changes_a_bit_in_any_stage \
+        parity::taking_turns_with_the_state_in_memory_does_not_change_a_bit \
+        replay::asynchronous_runs_of_every_other_mode_are_repeated_bit_for_bit \
+        replay::runs_with_tools_and_with_recurrent_experts_are_repeated_bit_for_bit \
+        staleness::a_bound_of_one_version_holds_for_every_update
+}
+
 # Takes more than an hour.
 long_phases() {
     phase "tests without features"
     # `cargo test` alone builds these.
     cargo check --workspace --all-targets --locked
+    phase "lints of the program that is installed, documentation with all features"
+    cargo clippy --package rlrun --locked -- -D warnings
+    RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --document-private-items --locked "${features[@]}"
+    phase "all combinations of ranks, stages, optimizers and families"
+    "${tests[@]}" --test trainer --test rollout -- --ignored in_all_combinations at_every_call
     phase "power cuts"
     RLRUN_POWER_CUTS=3400 "${tests[@]}" --test power_cuts
-    phase "kills of a served buffer"
+    phase "kills of a buffer and of a served one"
+    RLRUN_KILLS=200 "${tests[@]}" --test buffer acknowledged_groups_survive_a_kill
     RLRUN_KILLS=500 "${tests[@]}" --test tests served_buffer
     phase "kills, crashes and failovers of the buffer in PostgreSQL"
     if has_postgresql; then
@@ -66,6 +89,8 @@ long_phases() {
         workers::recovery_from_memory_takes_less_time_than_from_disk
     phase "twenty steps with every degree of parallelism"
     "${tests[@]}" --test tests -- --ignored --exact parallel::twenty_steps_have_the_same_bits_for_all_degrees
+    phase "whole runs of which the workspace tests have a part"
+    whole_runs
     phase "a hundred faults that rlrun why has to name"
     "${tests[@]}" --test tests -- --ignored --exact --nocapture why::a_hundred_faults_are_found_by_name
     phase "a thousand sessions whose agents leave"
@@ -75,6 +100,19 @@ long_phases() {
         RLRUN_ARCHIVE_ROUNDS=20 archives_in_s3
     else
         skip "archives in an S3 server with many faults" "$python cannot install moto $moto"
+    fi
+    phase "runs whose machines are lost several times"
+    if has_package s3 moto && has_postgresql; then
+        lost_hosts
+    else
+        skip "runs whose machines are lost several times" "there is no moto $moto or no initdb (postgresql)"
+    fi
+    phase "ranks of mpirun"
+    install_mpi_headers
+    if has_open_mpi && has_mpi_headers; then
+        ranks_of_mpirun
+    else
+        skip "ranks of mpirun" "there is no Open MPI, and it cannot be installed (libopenmpi-dev openmpi-bin libclang-dev)"
     fi
     phase "many samplers"
     many_samplers

@@ -72,15 +72,28 @@ install_postgresql() {
     fi
 }
 
+# Whether mpirun is that of Open MPI.
+has_open_mpi() { mpirun --version 2>/dev/null | grep -q 'Open MPI'; }
+
+# Whether programs with MPI can be compiled. The compiler alone does not tell: it comes with mpirun, without the headers.
+has_mpi_headers() { mpicc -E -include mpi.h -x c /dev/null >/dev/null 2>&1; }
+
+# The headers of Open MPI, and the library that reads them.
+install_mpi_headers() {
+    if ! has_mpi_headers && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+        apt_install libopenmpi-dev libclang-dev
+    fi
+}
+
 # What the phases after the tests of the workspace need, while those are built and run.
 install_for_phases() {
-    install_program mpicc libopenmpi-dev openmpi-bin libclang-dev
+    install_program mpirun openmpi-bin
     install_program chromium chromium
     install_packages s3 "moto[s3,server]==$moto"
     install_packages agents "openai==$openai" "pydantic-ai-slim[openai]==$pydantic_ai" "verifiers==$verifiers"
     install_packages trackers "tensorboard==$tensorboard" "wandb==$wandb" "trackio==$trackio" \
         "opentelemetry-proto==$opentelemetry_proto"
-    install_packages venv numpy "math-verify[antlr4_13_2]==$math_verify"
+    install_packages venv "math-verify[antlr4_13_2]==$math_verify"
     install_packages venv "openai==$openai" "anthropic==$anthropic"
     # Of its many dependencies the capture proxy needs these alone.
     install_packages venv fastapi uvicorn httpx requests websockets pyyaml "fastmcp<4"

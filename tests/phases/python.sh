@@ -15,9 +15,10 @@ goldens_of_plain_python() {
     done <<<"$printed"
 }
 
-# External reward files import numpy and Math-Verify, and may return numbers of numpy types.
+# Math-Verify grades answers as a reward of its own, and what the built-in grader cannot read. The other tests of Python rewards need
+# no package and are of the workspace.
 python_rewards() {
-    PATH="$scratch/venv/bin:$PATH" "${tests[@]}" --test python
+    PATH="$scratch/venv/bin:$PATH" "${tests[@]}" --test python -- math_verify
     local case='{"gold": "\\undefined{\\{)", "pred": "\\boxed{5}"}'
     "$rlrun" reward grade math --set 'on_unknown="math_verify"' --set "python=\"$scratch/venv/bin/python\"" \
         <<<"$case" | tee "$scratch/asked"

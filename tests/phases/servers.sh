@@ -49,12 +49,11 @@ live_page() {
     "$scratch/venv/bin/python" dashboard/tests/walk.py report "$scratch/report.html" "$scratch/screenshots" "$run" "$other"
 }
 
-# The official clients of OpenAI and Anthropic use a served policy unmodified: a tiny fresh model with a chat template.
+# The official clients of OpenAI and Anthropic use a served policy unmodified: the small model with a chat template.
 clients_of_the_endpoint() {
-    local run="$scratch/policy" log="$scratch/policy.log" line
-    "$rlrun" recipes/grpo_math.toml --run-dir "$run" --quiet --set warmup.steps=20 --set trainer.steps=1 \
-        --set data.max_prompt_length=1000 --set data.arithmetic.eval_tasks=8
-    "$rlrun" export "$run" --out "$scratch/policy-model"
+    local log="$scratch/policy.log" line
+    trained_model
+    cp -r "$scratch/trained-model" "$scratch/policy-model"
     cp endpoint/tests/chat_template.jinja "$scratch/policy-model/"
     mkfifo "$log"
     "$rlrun" serve policy "$scratch/policy-model" --name tiny --listen 127.0.0.1:0 >"$log" &
@@ -97,7 +96,7 @@ requests_from_the_description() {
     # One worker: with several, Python 3.11 can trip over itself while it compiles ("AST constructor recursion depth
     # mismatch"), which says nothing of the server.
     # It leaves what it remembers where it runs.
-    (cd "$scratch" && "$tool" run "$served/openapi.json" --max-examples 20 --max-time 60 --seed 1 --workers 1 \
+    (cd "$scratch" && "$tool" run "$served/openapi.json" --max-examples 20 --max-time 25 --seed 1 --workers 1 \
         --request-timeout 40 --exclude-path /v1/events --suppress-health-check all \
         --checks not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance)
     stop_serving

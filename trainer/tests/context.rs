@@ -58,26 +58,48 @@ fn models() -> [Config; 3] {
 
 #[test]
 fn every_degree_stage_and_exchange_has_the_bits_of_one_rank() {
+    ranks_have_the_bits_of_one(|model, kind, zero, exchange| {
+        let even = model.num_kv_heads == model.num_heads;
+        match kind {
+            OptimizerKind::Adamw => !even || exchange == Some(ContextExchange::Heads),
+            _ => !even && zero == 3 && exchange.is_none(),
+        }
+    });
+}
+
+#[test]
+#[ignore = "takes minutes; each stage and exchange with one optimizer is above"]
+fn ranks_have_the_bits_of_one_in_all_combinations() {
+    ranks_have_the_bits_of_one(|_, _, _, _| true);
+}
+
+/// For combinations of a model, an optimizer, a stage and an exchange.
+fn ranks_have_the_bits_of_one(
+    includes: impl Fn(&Config, OptimizerKind, usize, Option<ContextExchange>) -> bool,
+) {
     for model in models() {
         for kind in [OptimizerKind::Adamw, OptimizerKind::Muon] {
             let of = |settings: LearnerConfig| LearnerConfig {
                 optimizer: with_optimizer(kind).optimizer,
                 ..settings
             };
-            let expected = stepped(learner(of(settings(1, 1, None)), &model));
+            let mut expected = None;
             for zero in [1, 2, 3] {
                 for (data, degree) in [(1, 2), (1, 4), (2, 2), (2, 1)] {
                     for exchange in [Some(ContextExchange::Keys), Some(ContextExchange::Heads), None] {
                         let heads = exchange == Some(ContextExchange::Heads);
-                        if heads && !model.num_kv_heads.is_multiple_of(degree) {
+                        let uneven = heads && !model.num_kv_heads.is_multiple_of(degree);
+                        if uneven || !includes(&model, kind, zero, exchange) {
                             continue;
                         }
                         let recompute = [Recompute::None, Recompute::Block, Recompute::Sequence][zero - 1];
                         let settings = LearnerConfig { zero, recompute, ..settings(data, degree, exchange) };
                         let found = stepped(learner(of(settings), &model));
+                        let one = || stepped(learner(of(self::settings(1, 1, None)), &model));
+                        let expected = expected.get_or_insert_with(one);
                         let what =
                             format!("{kind:?}, stage {zero}, data {data}, context {degree}, {exchange:?}");
-                        assert!(found == expected, "{what}, {} experts", model.expert_slots());
+                        assert!(found == *expected, "{what}, {} experts", model.expert_slots());
                     }
                 }
             }

@@ -24,7 +24,7 @@ mod tensor;
 mod trained_values;
 
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use model::{Config, Decoder, ModelDirectory, Pack, Parameters, Recompute, Sizes, Target, ThreadPool};
@@ -168,8 +168,9 @@ fn group(id: u64, rewards: &[f64], off_policy: f32) -> Arc<Group> {
     })
 }
 
-/// Six groups, two of them with equal rewards.
+/// Six groups, two of them with equal rewards. Their scores are computed once.
 fn groups() -> Vec<Arc<Group>> {
+    static GROUPS: OnceLock<Vec<Arc<Group>>> = OnceLock::new();
     let rewards: [&[f64]; 6] = [
         &[1.0, 0.0, 0.0],
         &[1.0, 1.0, 1.0],
@@ -178,7 +179,8 @@ fn groups() -> Vec<Arc<Group>> {
         &[0.2, 0.9, 0.1],
         &[1.0, 0.0, 1.0],
     ];
-    rewards.iter().enumerate().map(|(id, rewards)| group(id as u64, rewards, 0.0)).collect()
+    let scored = || rewards.iter().enumerate().map(|(id, rewards)| group(id as u64, rewards, 0.0)).collect();
+    GROUPS.get_or_init(scored).clone()
 }
 
 /// One policy step on `groups` with a loss whose gradient no off-policy distance clips; returns the gradient norm and

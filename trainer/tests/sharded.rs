@@ -43,11 +43,27 @@ fn assert_same(ours: &[f32], theirs: &[f32], tolerance: f32, what: &str) {
 
 #[test]
 fn every_world_and_stage_makes_the_step_of_one_rank() {
+    ranks_make_the_step_of_one(|kind, world, zero, microbatch_tokens| {
+        kind == OptimizerKind::Adamw || (world, microbatch_tokens) == (3, 20) && zero != 2
+    });
+}
+
+#[test]
+#[ignore = "takes minutes; each optimizer with two stages is above"]
+fn ranks_make_the_step_of_one_in_all_combinations() {
+    ranks_make_the_step_of_one(|_, _, _, _| true);
+}
+
+/// For combinations of an optimizer, a number of ranks, a stage and tokens per micro-batch.
+fn ranks_make_the_step_of_one(includes: impl Fn(OptimizerKind, usize, usize, usize) -> bool) {
     for kind in OptimizerKind::ALL {
         let (expected, norms, sums) = steps(learner(smooth(kind)));
         for world in WORLDS {
             for zero in STAGES {
                 for microbatch_tokens in [20, 100_000] {
+                    if !includes(kind, world, zero, microbatch_tokens) {
+                        continue;
+                    }
                     let settings = LearnerConfig { world, zero, microbatch_tokens, ..smooth(kind) };
                     let (values, other, reported) = steps(learner(settings));
                     let what = format!("{kind:?}, world {world}, stage {zero}, {microbatch_tokens} tokens");
@@ -67,8 +83,22 @@ fn every_world_and_stage_makes_the_step_of_one_rank() {
 
 #[test]
 fn stages_give_the_same_bits() {
+    stages_are_equal(|kind, world| kind == OptimizerKind::Adamw || world == 3);
+}
+
+#[test]
+#[ignore = "takes minutes; each optimizer on three ranks is above"]
+fn stages_give_the_same_bits_in_all_combinations() {
+    stages_are_equal(|_, _| true);
+}
+
+/// For combinations of an optimizer and a number of ranks.
+fn stages_are_equal(includes: impl Fn(OptimizerKind, usize) -> bool) {
     for kind in OptimizerKind::ALL {
         for (world, recompute) in [(2, Recompute::None), (3, Recompute::Block), (4, Recompute::Sequence)] {
+            if !includes(kind, world) {
+                continue;
+            }
             let run = |zero, microbatch_tokens| {
                 steps(learner(LearnerConfig { world, zero, microbatch_tokens, recompute, ..smooth(kind) }))
             };
@@ -82,6 +112,19 @@ fn stages_give_the_same_bits() {
 
 #[test]
 fn worlds_that_are_powers_of_two_give_the_same_bits() {
+    powers_of_two_are_equal(|kind, adapts, microbatch_tokens| {
+        kind == OptimizerKind::Adamw || microbatch_tokens != 20 && (!adapts || kind == OptimizerKind::Dion)
+    });
+}
+
+#[test]
+#[ignore = "takes minutes; each optimizer with one size of micro-batches is above"]
+fn worlds_that_are_powers_of_two_give_the_same_bits_in_all_combinations() {
+    powers_of_two_are_equal(|_, _, _| true);
+}
+
+/// For combinations of an optimizer, whether it trains an adapter, and tokens per micro-batch: 20, 30 or many.
+fn powers_of_two_are_equal(includes: impl Fn(OptimizerKind, bool, usize) -> bool) {
     for kind in OptimizerKind::ALL {
         for adapts in [false, true] {
             let run = |world, leaves, zero, microbatch_tokens| {
@@ -93,6 +136,9 @@ fn worlds_that_are_powers_of_two_give_the_same_bits() {
                 (norms, weights, learner.optimizer().unwrap().into_owned())
             };
             for microbatch_tokens in [20, 100_000] {
+                if !includes(kind, adapts, microbatch_tokens) {
+                    continue;
+                }
                 let expected = STAGES.map(|zero| run(1, 4, zero, microbatch_tokens));
                 for (zero, expected) in STAGES.into_iter().zip(&expected) {
                     for world in [2, 4] {
@@ -105,7 +151,8 @@ fn worlds_that_are_powers_of_two_give_the_same_bits() {
                 assert!(microbatch_tokens == 20 || expected[0] == expected[1], "{kind:?}: stages differ");
             }
             // There are at least as many leaves as ranks.
-            assert!(run(8, 1, 2, 30) == run(1, 8, 2, 30), "{kind:?}: 8 ranks");
+            let few = !includes(kind, adapts, 30);
+            assert!(few || run(8, 1, 2, 30) == run(1, 8, 2, 30), "{kind:?}: 8 ranks");
         }
     }
 }

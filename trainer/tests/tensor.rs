@@ -69,12 +69,25 @@ fn fresh(architecture: Architecture, num_kv_heads: usize, settings: LearnerConfi
 
 #[test]
 fn every_degree_and_stage_makes_the_steps_of_one_rank() {
+    ranks_make_the_steps_of_one(|architecture, keys, zero| {
+        zero != 2 || (architecture, keys) == (Architecture::Qwen3, 4)
+    });
+}
+
+#[test]
+#[ignore = "takes minutes; each model in two stages is above"]
+fn ranks_make_the_steps_of_one_in_all_combinations() {
+    ranks_make_the_steps_of_one(|_, _, _| true);
+}
+
+/// For combinations of a model, its key-value heads and a stage.
+fn ranks_make_the_steps_of_one(includes: impl Fn(Architecture, usize, usize) -> bool) {
     for (architecture, keys) in MODELS {
-        for zero in [1, 2, 3] {
-            let expected = outcome(&mut fresh(architecture, keys, settings(1, 1, zero)), 3);
-            assert!(expected.norms[2] != 0, "it learns");
+        for zero in [1, 2, 3].into_iter().filter(|zero| includes(architecture, keys, *zero)) {
+            let expected = outcome(&mut fresh(architecture, keys, settings(1, 1, zero)), 2);
+            assert!(expected.norms[1] != 0, "it learns");
             for (tensor, data) in [(2, 1), (4, 1), (2, 2), (4, 2)] {
-                let found = outcome(&mut fresh(architecture, keys, settings(tensor, data, zero)), 3);
+                let found = outcome(&mut fresh(architecture, keys, settings(tensor, data, zero)), 2);
                 assert!(found == expected, "{architecture:?}, {keys} keys: {tensor} x {data}, stage {zero}");
             }
         }
@@ -105,7 +118,17 @@ fn context_and_tensor_ranks_make_the_steps_of_one_rank() {
 
 #[test]
 fn a_run_goes_on_with_another_split() {
-    for (architecture, keys) in MODELS {
+    goes_on_with_another_split(&[(Architecture::Qwen3Moe, 4), (Architecture::Qwen3, 1)]);
+}
+
+#[test]
+#[ignore = "takes a minute; two models are above"]
+fn a_run_goes_on_with_another_split_in_all_combinations() {
+    goes_on_with_another_split(&MODELS);
+}
+
+fn goes_on_with_another_split(models: &[(Architecture, usize)]) {
+    for &(architecture, keys) in models {
         let config = shared(architecture, keys);
         let whole = outcome(&mut fresh(architecture, keys, settings(1, 1, 2)), 4);
         for (before, after) in [((2, 1), (4, 1)), ((4, 1), (1, 2)), ((1, 1), (2, 2))] {

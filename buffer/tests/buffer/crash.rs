@@ -16,17 +16,18 @@ use super::{NOW, SOON, TRAINER, config, group, lease, v};
 /// A path, or the URL of a database.
 const STORE: &str = "RLRUN_TEST_CRASH_STORE";
 const CHECKPOINT: &str = "RLRUN_TEST_CRASH_CHECKPOINT";
-const KILLS: u64 = 40;
+/// Number of kills of a process with a journal, by default.
+const KILLS: u64 = 15;
 /// Number of kills of a process with a database, by default; each opens four sessions.
 #[cfg(feature = "postgres")]
-const DATABASE_KILLS: u64 = 10;
+const DATABASE_KILLS: u64 = 4;
 /// Exit code of a child that failed on any of its threads.
 const FAILED: i32 = 3;
 
 #[test]
 fn acknowledged_groups_survive_a_kill_and_are_trained_once() {
     let directory = tempfile::tempdir().unwrap();
-    survives(directory.path().join("buffer.redb").to_str().unwrap(), KILLS);
+    survives(directory.path().join("buffer.redb").to_str().unwrap(), super::number("RLRUN_KILLS", KILLS));
 }
 
 #[cfg(feature = "postgres")]

@@ -14,7 +14,6 @@ mod waits;
 use buffer::conformance::fixtures::{NOW, SOON, TRAINER, admit, config, generate, group, lease, leased, v};
 
 /// The number in a variable, which `tests/run --all` sets, or else `default`.
-#[cfg(feature = "postgres")]
 fn number(variable: &str, default: u64) -> u64 {
     std::env::var_os(variable).map_or(default, |number| number.to_str().unwrap().parse().unwrap())
 }

@@ -70,7 +70,7 @@ fn a_flipped_bit_is_harmless_or_reported() {
     let (image, stored) = journal();
     let written: Vec<usize> = written_sectors(&image);
     let mut reported = 0;
-    for seed in cases(300) {
+    for seed in cases(120) {
         let case = DamageCase(seed);
         let mut dice = TestRng(seed);
         let at = written[dice.below(written.len())] * SECTOR + dice.below(SECTOR);

@@ -34,7 +34,7 @@ const CALLS: usize = 100_000;
 
 #[test]
 fn acknowledged_writes_survive_power_cuts() {
-    for seed in cases(170) {
+    for seed in cases(80) {
         let case = DamageCase(seed);
         let mut workload = Workload::new(seed);
         let mut image = fresh_image(workload.config());
@@ -53,7 +53,7 @@ fn acknowledged_writes_survive_power_cuts() {
 /// A power cut, and more of them while the journal is opened again.
 #[test]
 fn repeated_interruptions_of_opening_are_harmless() {
-    for seed in cases(100) {
+    for seed in cases(50) {
         let case = DamageCase(seed);
         let mut workload = Workload::new(seed);
         let fresh = fresh_image(workload.config());
