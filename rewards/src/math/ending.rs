@@ -8,8 +8,8 @@ use std::sync::LazyLock;
 use regex::Regex;
 
 use super::clause;
+use super::commands::is_function;
 use super::extract::{Found, MAX_BOXES, MAX_WHOLE};
-use super::lex;
 use super::units;
 
 /// Most characters between the begin of the last number of a text and its last digit.
@@ -122,7 +122,7 @@ fn has_plain_word(text: &str) -> bool {
     let mut before = ' ';
     text.split_inclusive(|c: char| !c.is_ascii_alphabetic()).any(|piece| {
         let word = piece.trim_end_matches(|c: char| !c.is_ascii_alphabetic());
-        let found = word.len() > 1 && before != '\\' && !joins(word) && !lex::is_function(word);
+        let found = word.len() > 1 && before != '\\' && !joins(word) && !is_function(word);
         before = piece.chars().next_back().unwrap_or(' ');
         found
     })

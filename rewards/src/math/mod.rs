@@ -1,8 +1,9 @@
 //! `math`: decides whether the final answer of a completion is mathematically equal to the reference answer.
 //!
-//! [`grade`] finds both answers (`extract`), reads them (`lex`, `parse`, `operand`) as trees (`node`) and compares the trees
-//! (`compare`): numbers exactly (`rational`), expressions by identity testing (`identity`), inequalities and intervals as sets
-//! of real numbers (`region`), equations by their solutions (`curve`), sequences and matrices part by part.
+//! [`grade`] finds both answers (`extract`), reads them (`lex` with the names in `commands`, `parse`, `operand`) as trees
+//! (`node`) and compares the trees (`compare`): numbers exactly (`rational`), expressions by identity testing (`identity`),
+//! inequalities and intervals as sets of real numbers (`region`), equations by their solutions (`curve`), sequences and matrices
+//! part by part.
 //!
 //! # What counts as equal
 //! - Numbers: the same value in any notation. `28\%` is 28 and 0.28. A decimal of four or more significant digits stands
@@ -24,6 +25,7 @@
 mod approx;
 mod calculus;
 mod clause;
+mod commands;
 mod compare;
 mod curve;
 mod ending;

@@ -4,6 +4,7 @@
 
 use num_traits::ToPrimitive;
 
+use super::commands::{function, inverse_of};
 use super::lex::MathToken;
 use super::node::{Interval, Joint, MathFunction, Node, Relation};
 use super::parse::{MathParser, product};
@@ -551,50 +552,4 @@ fn one(mut arguments: Vec<Node>) -> Option<Node> {
 
 fn named_set(letter: &str) -> bool {
     matches!(letter, "R" | "Z" | "N" | "Q" | "C")
-}
-
-fn inverse_of(function: MathFunction) -> Option<MathFunction> {
-    Some(match function {
-        MathFunction::Sin => MathFunction::Arcsin,
-        MathFunction::Cos => MathFunction::Arccos,
-        MathFunction::Tan => MathFunction::Arctan,
-        MathFunction::Cot => MathFunction::Arccot,
-        MathFunction::Sinh => MathFunction::Arsinh,
-        MathFunction::Cosh => MathFunction::Arcosh,
-        MathFunction::Tanh => MathFunction::Artanh,
-        _ => return None,
-    })
-}
-
-/// The function of a name. A logarithm without a base is [`MathFunction::Ln`] until its argument is parsed.
-fn function(name: &str) -> Option<MathFunction> {
-    Some(match name {
-        "sin" => MathFunction::Sin,
-        "cos" => MathFunction::Cos,
-        "tan" | "tg" => MathFunction::Tan,
-        "cot" | "ctg" => MathFunction::Cot,
-        "sec" => MathFunction::Sec,
-        "csc" => MathFunction::Csc,
-        "arcsin" | "asin" => MathFunction::Arcsin,
-        "arccos" | "acos" => MathFunction::Arccos,
-        "arctan" | "atan" | "arctg" => MathFunction::Arctan,
-        "arccot" => MathFunction::Arccot,
-        "sinh" => MathFunction::Sinh,
-        "cosh" => MathFunction::Cosh,
-        "tanh" => MathFunction::Tanh,
-        "arsinh" | "arcsinh" => MathFunction::Arsinh,
-        "arcosh" | "arccosh" => MathFunction::Arcosh,
-        "artanh" | "arctanh" => MathFunction::Artanh,
-        "exp" => MathFunction::Exp,
-        "ln" | "log" | "lg" => MathFunction::Ln,
-        "abs" => MathFunction::Abs,
-        "floor" => MathFunction::Floor,
-        "ceil" => MathFunction::Ceil,
-        "max" => MathFunction::Max,
-        "min" => MathFunction::Min,
-        "gcd" => MathFunction::Gcd,
-        "lcm" => MathFunction::Lcm,
-        "det" => MathFunction::Det,
-        _ => return None,
-    })
 }

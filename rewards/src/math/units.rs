@@ -103,7 +103,7 @@ pub(super) fn multiplies(after: &str) -> bool {
     let argument = rest[len..].trim_start();
     let applied = argument.starts_with(['(', '\u{3c0}', '\u{3b8}'])
         || argument.bytes().take_while(u8::is_ascii_alphabetic).count() == 1;
-    if rest.len() < after.len() && applied && super::lex::is_function(&rest[..len]) {
+    if rest.len() < after.len() && applied && super::commands::is_function(&rest[..len]) {
         return true;
     }
     let variable = "xyzn".contains(first) && !second.is_alphanumeric() && second != '-' && second != '\'';
