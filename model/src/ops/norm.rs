@@ -27,11 +27,9 @@ pub(crate) fn rms_norm_backward(
     base: Option<&Tensor>,
 ) -> Result<Tensor> {
     let (_, width) = x.dims2()?;
-    let mut dx = match base {
-        Some(base) => values(base)?.to_vec(),
-        None => vec![0.0; x.elem_count()],
-    };
-    backward(&values(x)?, weight, eps, &values(g)?, &mut dx);
+    let mut dx = unwritten(x.elem_count());
+    let base = base.map(values).transpose()?;
+    backward(&values(x)?, weight, eps, &values(g)?, base.as_deref(), &mut dx);
     matrix(dx, width)
 }
 
@@ -44,21 +42,26 @@ pub(crate) fn rms_norm_weight_gradient(x: &Tensor, eps: f32, g: &Tensor, gradien
 vectorized! {
     fn forward(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
         for (x, out) in x.chunks_exact(weight.len()).zip(out.chunks_exact_mut(weight.len())) {
-            out.copy_from_slice(x);
-            norm_row(out, weight, eps);
+            let inv = inverse_rms(x, eps);
+            for ((out, x), w) in out.iter_mut().zip(x).zip(weight) {
+                *out = x * inv * w;
+            }
         }
     }
 }
 
 vectorized! {
-    fn backward(x: &[f32], weight: &[f32], eps: f32, g: &[f32], dx: &mut [f32]) {
+    /// `dx = base + gradient`.
+    fn backward(x: &[f32], weight: &[f32], eps: f32, g: &[f32], base: Option<&[f32]>, dx: &mut [f32]) {
         let width = weight.len();
-        let mut scaled = vec![0.0; width];
-        for ((x, g), dx) in x.chunks_exact(width).zip(g.chunks_exact(width)).zip(dx.chunks_exact_mut(width)) {
-            scaled.copy_from_slice(g);
-            norm_row_backward(x, weight, eps, &mut scaled);
-            for (dx, g) in dx.iter_mut().zip(&scaled) {
-                *dx += g;
+        let rows = x.chunks_exact(width).zip(g.chunks_exact(width)).zip(dx.chunks_exact_mut(width));
+        for (row, ((x, g), dx)) in rows.enumerate() {
+            dx.copy_from_slice(g);
+            norm_row_backward(x, weight, eps, dx);
+            if let Some(base) = base {
+                for (dx, base) in dx.iter_mut().zip(&base[row * width..][..width]) {
+                    *dx += base;
+                }
             }
         }
     }
@@ -124,9 +127,13 @@ mod tests {
                 weighted(&out, &c)
             };
             let (mut dx, mut dw) = (vec![0.0; x.len()], vec![0.0; width]);
-            backward(&x, &w, 1e-2, &c, &mut dx);
+            backward(&x, &w, 1e-2, &c, None, &mut dx);
             weight_backward(&x, 1e-2, &c, &mut dw);
             gradient(|x| loss(x, &w), &x, &dx, 2e-2);
+            let mut sum = vec![0.0; x.len()];
+            backward(&x, &w, 1e-2, &c, Some(&w.repeat(3)), &mut sum);
+            let expected: Vec<f32> = dx.iter().zip(w.repeat(3)).map(|(dx, base)| base + dx).collect();
+            assert_eq!(sum, expected);
             gradient(|w| loss(&x, w), &w, &dw, 1e-3);
         }
     }

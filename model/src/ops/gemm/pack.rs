@@ -42,6 +42,15 @@ pub(super) fn pack_rows<const R: usize>(
     }
 }
 
+/// Copies `W` values of each of `steps` rows, which lie `row_stride` apart, to `panel [steps, W]`.
+#[inline(always)]
+fn copy_steps<const W: usize>(from: &[f32], row_stride: usize, steps: usize, panel: &mut [f32]) {
+    for (step, to) in panel.as_chunks_mut::<W>().0.iter_mut().take(steps).enumerate() {
+        prefetch(from.as_ptr().wrapping_add((step + AHEAD) * row_stride), W);
+        to.copy_from_slice(&from[step * row_stride..][..W]);
+    }
+}
+
 /// Packs columns from `first` on of `steps` of the inner dimension as `[steps, width]`, zeros beyond the last column.
 #[inline(always)]
 pub(super) fn pack_block<V: Vector>(
@@ -52,17 +61,21 @@ pub(super) fn pack_block<V: Vector>(
 ) {
     let wide = NR.min(matrix.columns - first);
     let padded = wide.next_multiple_of(STEP);
+    if steps.is_empty() {
+        return;
+    }
     if matrix.column_stride == 1 {
-        for (to, step) in panel.chunks_exact_mut(padded).zip(steps.clone()) {
-            if step + AHEAD < steps.end {
-                prefetch(matrix.values[(step + AHEAD) * matrix.row_stride + first..].as_ptr(), wide);
-            }
-            let from = &matrix.values[step * matrix.row_stride + first..][..wide];
-            if wide == NR {
-                to[..NR].copy_from_slice(&from[..NR]);
-            } else {
-                to[..wide].copy_from_slice(from);
-                to[wide..].fill(0.0);
+        let from = &matrix.values[steps.start * matrix.row_stride + first..];
+        // A copy of a length that the compiler knows is no call.
+        match wide {
+            NR => copy_steps::<NR>(from, matrix.row_stride, steps.len(), panel),
+            32 => copy_steps::<32>(from, matrix.row_stride, steps.len(), panel),
+            16 => copy_steps::<16>(from, matrix.row_stride, steps.len(), panel),
+            _ => {
+                for (step, to) in panel.chunks_exact_mut(padded).take(steps.len()).enumerate() {
+                    to[..wide].copy_from_slice(&from[step * matrix.row_stride..][..wide]);
+                    to[wide..].fill(0.0);
+                }
             }
         }
         return;

@@ -67,8 +67,10 @@ fn tile<V: Vector, const N: usize, const H: usize, const R: usize>(
     assert!((steps - 1) * stride + V::WIDTH * N <= b.len(), "the tile lies inside the panel");
     let mut sums = [[V::zero(); N]; H];
     if let Some(start) = start {
-        for (r, sum) in sums.iter_mut().enumerate() {
-            *sum = load_row(start.wrapping_add(r * out_stride), width);
+        // Nearly all tiles are whole. Their code has no trace of edges.
+        match width == V::WIDTH * N {
+            true => load_rows(&mut sums, start, out_stride, V::WIDTH * N),
+            false => load_rows(&mut sums, start, out_stride, width),
         }
     }
     // Whole panels, which nearly all are, have a stride that the compiler knows; so have panels in a cache no prefetch.
@@ -80,8 +82,9 @@ fn tile<V: Vector, const N: usize, const H: usize, const R: usize>(
         (TileRows::Packed(a), true) => packed::<V, N, H, R>(&mut sums, a, b, NR, steps),
         (TileRows::Packed(a), false) => packed::<V, N, H, R>(&mut sums, a, b, stride, steps),
     }
-    for (r, sum) in sums.into_iter().enumerate() {
-        store_row(sum, out.wrapping_add(r * out_stride), width);
+    match width == V::WIDTH * N {
+        true => store_rows(sums, out, out_stride, V::WIDTH * N),
+        false => store_rows(sums, out, out_stride, width),
     }
 }
 
@@ -107,6 +110,8 @@ fn strided<V: Vector, const N: usize, const H: usize>(
             if let Some(ahead) = ahead {
                 prefetch(panel.wrapping_add(PREFETCH_STEPS * stride), V::WIDTH * N);
                 prefetch(ahead.wrapping_add(k * stride), 1);
+            } else {
+                prefetch_part::<V, N>(panel, stride);
             }
             let b: [V; N] = std::array::from_fn(|n| V::load_at(panel.add(n * V::WIDTH)));
             for (r, sum) in sums.iter_mut().enumerate() {
@@ -121,6 +126,14 @@ fn strided<V: Vector, const N: usize, const H: usize>(
     }
 }
 
+/// Asks for a later step of a tile that is a part of a panel: the machine does not foresee lines with others between them.
+#[inline(always)]
+fn prefetch_part<V: Vector, const N: usize>(panel: *const f32, stride: usize) {
+    if V::WIDTH * N < NR && stride == NR {
+        prefetch(panel.wrapping_add(PREFETCH_STEPS * stride), V::WIDTH * N);
+    }
+}
+
 /// Adds the products of packed rows.
 #[inline(always)]
 fn packed<V: Vector, const N: usize, const H: usize, const R: usize>(
@@ -132,6 +145,7 @@ fn packed<V: Vector, const N: usize, const H: usize, const R: usize>(
 ) {
     let mut panel = b.as_ptr();
     for a in a.chunks_exact(R).take(steps) {
+        prefetch_part::<V, N>(panel, stride);
         #[expect(unsafe_code, reason = "the end was checked against the length before")]
         let b: [V; N] = std::array::from_fn(|n| unsafe { V::load_at(panel.add(n * V::WIDTH)) });
         for (sum, a) in sums.iter_mut().zip(a) {
@@ -143,31 +157,55 @@ fn packed<V: Vector, const N: usize, const H: usize, const R: usize>(
     }
 }
 
+#[inline(always)]
+fn load_rows<V: Vector, const N: usize, const H: usize>(
+    sums: &mut [[V; N]; H],
+    start: *const f32,
+    out_stride: usize,
+    width: usize,
+) {
+    for (r, sum) in sums.iter_mut().enumerate() {
+        *sum = load_row(start.wrapping_add(r * out_stride), width);
+    }
+}
+
+#[inline(always)]
+fn store_rows<V: Vector, const N: usize, const H: usize>(
+    sums: [[V; N]; H],
+    out: *mut f32,
+    out_stride: usize,
+    width: usize,
+) {
+    for (r, sum) in sums.into_iter().enumerate() {
+        store_row(sum, out.wrapping_add(r * out_stride), width);
+    }
+}
+
 /// `width` values of a row of the result, which `product` checked to have them.
 #[inline(always)]
 #[expect(unsafe_code, reason = "the row, or the copy of its edge, has all registers")]
 pub(super) fn load_row<V: Vector, const N: usize>(row: *const f32, width: usize) -> [V; N] {
+    if width == V::WIDTH * N {
+        return std::array::from_fn(|n| unsafe { V::load_at(row.add(n * V::WIDTH)) });
+    }
     let mut edge = [0.0_f32; NR];
-    let from = if width == V::WIDTH * N {
-        row
-    } else {
-        unsafe { row.copy_to_nonoverlapping(edge.as_mut_ptr(), width) };
-        edge.as_ptr()
-    };
-    std::array::from_fn(|n| unsafe { V::load_at(from.add(n * V::WIDTH)) })
+    unsafe { row.copy_to_nonoverlapping(edge.as_mut_ptr(), width) };
+    std::array::from_fn(|n| unsafe { V::load_at(edge.as_ptr().add(n * V::WIDTH)) })
 }
 
 /// Stores `width` values to a row of the result, which `product` checked to have them.
 #[inline(always)]
 #[expect(unsafe_code, reason = "the row, or the copy of its edge, has the length of all registers")]
 pub(super) fn store_row<V: Vector, const N: usize>(sum: [V; N], row: *mut f32, width: usize) {
+    let store = |to: *mut f32| {
+        for (n, sum) in sum.into_iter().enumerate() {
+            unsafe { sum.store_at(to.add(n * V::WIDTH)) };
+        }
+    };
+    if width == V::WIDTH * N {
+        return store(row);
+    }
     let mut edge = [0.0_f32; NR];
-    let whole = width == V::WIDTH * N;
-    let to = if whole { row } else { edge.as_mut_ptr() };
-    for (n, sum) in sum.into_iter().enumerate() {
-        unsafe { sum.store_at(to.add(n * V::WIDTH)) };
-    }
-    if !whole {
-        unsafe { row.copy_from_nonoverlapping(edge.as_ptr(), width) };
-    }
+    store(edge.as_mut_ptr());
+    unsafe { row.copy_from_nonoverlapping(edge.as_ptr(), width) };
 }
