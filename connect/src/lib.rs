@@ -54,6 +54,8 @@ pub type AddressFilter = Box<dyn Fn(&str, IpAddr) -> Result<(), String> + Send +
 /// A pool of connections.
 pub struct HttpAgent {
     agent: Agent,
+    /// Whether answers may pause for as long as their request may take.
+    pauses: bool,
 }
 
 /// The connections to one server.
@@ -115,12 +117,19 @@ impl HttpAgent {
             .tls_config(tls.build())
             .build();
         let resolver = FilteringResolver { filter, inner: DefaultResolver::default() };
-        Ok(Self { agent: Agent::with_parts(config, ProgressConnector::default(), resolver) })
+        let agent = Agent::with_parts(config, ProgressConnector::default(), resolver);
+        Ok(Self { agent, pauses: false })
+    }
+
+    /// The same agent for servers that send the head of an answer before they compute the rest: only the limit of a request ends it.
+    #[must_use]
+    pub fn with_pauses(self) -> Self {
+        Self { pauses: true, ..self }
     }
 
     /// Sends a request and reads the head of its answer, whatever its status, within `limit`. Reading the body counts
     /// too. [`Duration::MAX`] is no limit. An answer that sends nothing for a minute after it has begun is an error, unless the
-    /// request accepts a stream of events, which come at any time.
+    /// agent allows pauses ([`Self::with_pauses`]) or the request accepts a stream of events, which come at any time.
     ///
     /// # Errors
     /// A request without an answer.
@@ -133,7 +142,7 @@ impl HttpAgent {
         let accepted = request.headers().get("accept").and_then(|accepted| accepted.to_str().ok());
         let events = accepted.is_some_and(|accepted| accepted.contains("text/event-stream"));
         let mut config = self.agent.configure_request(request).timeout_global(limit);
-        if events {
+        if events || self.pauses {
             config = config.timeout_per_read(None);
         }
         Ok(self.agent.run(config.build())?)

@@ -121,9 +121,12 @@ mod tests {
         url
     }
 
-    /// The body of the answer to a request that accepts `accept`, without a deadline.
-    fn body(url: &str, accept: &str) -> Result<String, String> {
-        let agent = HttpAgent::with_progress(None, 1, None, LIMIT).unwrap();
+    fn agent() -> HttpAgent {
+        HttpAgent::with_progress(None, 1, None, LIMIT).unwrap()
+    }
+
+    /// The body of the answer to a request of `agent` that accepts `accept`, without a deadline.
+    fn body(agent: &HttpAgent, url: &str, accept: &str) -> Result<String, String> {
         let request = Request::builder().uri(format!("{url}/weights?token=secret")).header("accept", accept);
         let answer = agent.send(request.body(()).unwrap(), Duration::MAX);
         let answer = answer.map_err(|error| error.to_string())?;
@@ -137,18 +140,20 @@ mod tests {
         for answer in [format!("{HEAD}abc"), HEAD.to_owned()] {
             let received = answer.len();
             let url = serve(vec![answer], Duration::ZERO);
-            let error = body(&url, "*/*").unwrap_err();
+            let error = body(&agent(), &url, "*/*").unwrap_err();
             let expected = format!("{url} sent no byte for 0.05 s after {received} bytes of its answer; see");
             assert!(error.starts_with(&expected), "{error}");
         }
     }
 
     #[test]
-    fn an_answer_may_begin_late_and_events_may_be_far_apart() {
+    fn an_answer_may_begin_late_and_pause_where_pauses_are_expected() {
         let late = serve(vec![format!("{HEAD}abcdef")], PAUSE);
-        assert_eq!(body(&late, "*/*").unwrap(), "abcdef");
+        assert_eq!(body(&agent(), &late, "*/*").unwrap(), "abcdef");
         let events = serve(vec![format!("{HEAD}abc"), "def".to_owned()], PAUSE);
-        assert_eq!(body(&events, "application/json, text/event-stream").unwrap(), "abcdef");
+        assert_eq!(body(&agent(), &events, "application/json, text/event-stream").unwrap(), "abcdef");
+        let computed = serve(vec![HEAD.to_owned(), "abcdef".to_owned()], PAUSE);
+        assert_eq!(body(&agent().with_pauses(), &computed, "*/*").unwrap(), "abcdef");
     }
 
     #[test]

@@ -77,6 +77,7 @@ impl HttpTransport {
             AllowList::new(host, spec.allow.as_deref()).map_err(|reason| spec.wrong("allow", &reason))?;
         let filter = Box::new(move |host: &str, address| allow.check(host, address));
         let agent = HttpAgent::new(None, spec.concurrency, Some(filter)).map_err(|reason| wrong(&reason))?;
+        let agent = agent.with_pauses();
         Ok(Self {
             agent,
             url,
