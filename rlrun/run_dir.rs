@@ -16,8 +16,7 @@ use std::path::{Path, PathBuf};
 
 pub(crate) use lines::replace;
 pub use lines::{JsonLines, JsonLinesError};
-use lock::Lock;
-pub(crate) use lock::is_in_use;
+pub(crate) use lock::{Lock, is_in_use};
 
 /// Why a run directory cannot be used.
 #[derive(Debug, thiserror::Error)]

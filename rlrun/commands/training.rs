@@ -1,6 +1,6 @@
 //! `rlrun serve training`: the trainer as a service, for clients of tinker.
 //!
-//! Invariant: the first line on standard output is the address. On a stop signal requests that have begun are finished within a
+//! Invariant: the first line on standard output is the address. One process serves a directory. On a stop signal requests that have begun are finished within a
 //! limit; weights that were not saved are lost, and the process says so.
 
 use std::path::Path;
@@ -22,6 +22,7 @@ use crate::failure::Failure;
 use crate::huggingface::HuggingFace;
 use crate::memory;
 use crate::program::Program;
+use crate::run_dir::{Lock, RunDirError};
 use crate::serve::{MAX_CONTEXT, ServerSignals, cache_tokens, name_of, runtime, say};
 
 /// The KV cache of an engine takes at most this part of the free memory, or one sequence: there may be several engines.
@@ -77,6 +78,7 @@ pub(super) fn serve(args: &ServeTrainingArgs, program: &Program) -> Result<Strin
         tls,
         ..TrainingServerConfig::new(args.listen)
     };
+    let _lock = locked(&args.dir)?;
     runtime()?.block_on(async {
         let signals = ServerSignals::listen()?;
         let service = TrainingService::start(config).map_err(|refusal| Failure::System {
@@ -99,6 +101,19 @@ pub(super) fn serve(args: &ServeTrainingArgs, program: &Program) -> Result<Strin
             source: std::io::Error::other(error),
         })?;
         Ok(String::new())
+    })
+}
+
+/// The lock of the directory of saved weights, which is made if it does not exist.
+fn locked(dir: &Path) -> Result<Lock, Failure> {
+    std::fs::create_dir_all(dir)
+        .map_err(|source| Failure::System { what: format!("make {}", dir.display()), source })?;
+    Lock::take(dir).map_err(|error| match error {
+        RunDirError::InUse { path, pid } => Failure::Argument(format!(
+            "--dir {}: process {pid} serves or writes it; stop that process, or name another directory",
+            path.display()
+        )),
+        other => other.into(),
     })
 }
 
@@ -153,6 +168,17 @@ fn keys(file: &Path) -> Result<Vec<String>, Failure> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_directory_is_served_once_at_a_time() {
+        let parent = tempfile::tempdir().unwrap();
+        let dir = parent.path().join("saved");
+        let first = locked(&dir).unwrap();
+        let error = locked(&dir).unwrap_err().to_string();
+        assert!(error.contains(&format!("process {}", std::process::id())), "{error}");
+        drop(first);
+        locked(&dir).unwrap();
+    }
 
     #[test]
     fn keys_are_lines_of_a_name_and_a_key() {

@@ -1,4 +1,4 @@
-//! The lock that prevents two processes from using one run directory.
+//! The lock that prevents two processes from using one run directory, or one directory of a training service.
 //!
 //! Invariant: the operating system ties the lock to the open file and releases it when the process ends for any reason, so
 //! a dead process never holds a lock. The process id in the file is for the error message only.
@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use super::{RunDirError, failed};
 
-/// Name of the lock file in a run directory.
+/// Name of the lock file in a directory.
 pub(super) const NAME: &str = "lock";
 
 /// Wait before the second attempt at a lock, milliseconds: [`is_in_use`] has it for an instant.
@@ -18,13 +18,13 @@ const RETRY_MS: u64 = 50;
 
 /// An acquired lock, released when it is dropped.
 #[derive(Debug)]
-pub(super) struct Lock {
+pub(crate) struct Lock {
     _file: File,
 }
 
 impl Lock {
     /// Takes the lock of a directory without waiting.
-    pub(super) fn take(directory: &Path) -> Result<Self, RunDirError> {
+    pub(crate) fn take(directory: &Path) -> Result<Self, RunDirError> {
         let path = directory.join(NAME);
         // Not truncated here: the file may be another process's.
         let opened = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(&path);
