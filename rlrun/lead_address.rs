@@ -6,6 +6,7 @@ use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
+use dashboard::{LastEvent, RunGlance};
 use serde::{Deserialize, Serialize};
 
 use crate::args::JoinArgs;
@@ -158,6 +159,18 @@ impl JoinTarget {
     }
 }
 
+impl JoinTarget {
+    /// Whether its directory says that the run has reached its last step, and no process has it open.
+    pub(crate) fn is_done(&self) -> bool {
+        match &self.place {
+            RunPlace::Url(_) => false,
+            RunPlace::RunDirectory(directory) => {
+                RunGlance::read(directory).last == LastEvent::Done && !run_dir::is_in_use(directory)
+            }
+        }
+    }
+}
+
 impl std::fmt::Display for JoinTarget {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match &self.place {
@@ -208,6 +221,33 @@ mod tests {
         assert_eq!(target.address().unwrap(), None);
         std::fs::write(run.join(ADDRESS_FILE), "{}").unwrap();
         assert!(target.address().unwrap_err().to_string().contains("address.json"));
+    }
+
+    #[test]
+    fn a_directory_says_that_its_run_is_done() {
+        let run = tempfile::tempdir().unwrap();
+        let target = target(&["--join", run.path().to_str().unwrap()], &[]).unwrap();
+        let write = |lines: &str| std::fs::write(run.path().join("events.jsonl"), lines).unwrap();
+        let (started, stopped) =
+            ("{\"event\":\"start\"}\n", "{\"event\":\"end\",\"fields\":{\"done\":false}}\n");
+        let done = stopped.replace("false", "true");
+        assert!(!target.is_done());
+        for (lines, is_done) in [
+            (started.to_owned(), false),
+            (format!("{started}{stopped}"), false),
+            (format!("{started}{done}"), true),
+            (format!("{started}{done}{{\"event\":\"resume\"}}\n"), false),
+        ] {
+            write(&lines);
+            assert_eq!(target.is_done(), is_done, "{lines}");
+        }
+        write(&done);
+        let lock = run_dir::Lock::take(run.path()).unwrap();
+        assert!(!target.is_done());
+        drop(lock);
+        assert!(target.is_done());
+        let url = self::target(&["--join", "http://b:2"], &[]).unwrap();
+        assert!(!url.is_done());
     }
 
     #[test]

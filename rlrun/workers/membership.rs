@@ -30,6 +30,8 @@ use crate::recipe::schema::RawRecipe;
 
 /// Pause between two heartbeats.
 const EVERY: Duration = Duration::from_secs(1);
+/// Longest wait for a run that is done to be resumed with more steps, beside its workers.
+const RESUMED: Duration = Duration::from_secs(15);
 /// Pause between two looks at the stop flag.
 const LOOK_UP: Duration = Duration::from_millis(50);
 /// Timeout of a heartbeat; the next one carries the same counters and number.
@@ -100,7 +102,7 @@ pub(crate) fn derived(token: Option<&str>, purpose: &str) -> Option<String> {
 }
 
 impl Membership {
-    /// Joins the run once it can be reached and is ready; `None` if `stop` is set before.
+    /// Joins the run once it can be reached and is ready; `None` if `stop` is set before, or the run is done.
     ///
     /// # Errors
     /// A run that cannot be reached in time, or refuses this worker.
@@ -116,6 +118,10 @@ impl Membership {
         let mut heard = Instant::now();
         while !stop.load(Ordering::Relaxed) {
             let Some(address) = target.address()? else {
+                if heard.elapsed() > patience.min(RESUMED) && target.is_done() {
+                    eprintln!("{target} is done: nothing is left to do");
+                    return Ok(None);
+                }
                 if heard.elapsed() > patience {
                     return Err(Failure::Requeue(format!(
                         "{target} had no address for {:.0} s",
