@@ -5,7 +5,8 @@
 //!
 //! The critical path is that of `dashboard::why`, which the live page shows too.
 //!
-//! Invariant: a run directory is only read, also while its run is in progress.
+//! Invariant: a run directory is only read, also while its run is in progress. Nothing else is written but descriptions of models in the
+//! cache of the Hugging Face Hub.
 
 mod advice;
 mod show;

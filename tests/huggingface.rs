@@ -154,6 +154,9 @@ fn a_run_records_its_commits_and_resumes_with_them() {
     bench.server.put("datasets/tiny/sums", moved);
     let resume = ["resume", "run", "--set", "trainer.steps=2"];
     bench.rlrun(&[("HF_HUB_OFFLINE", "1")], &resume).ok();
+    // The simulator reads the description of the same commit.
+    let why = bench.rlrun(&[], &["why", "run"]).ok().stdout;
+    assert!(why.contains("recommendations") && !why.contains("tiny/model"), "{why}");
     assert!(bench.server.received().is_empty());
     assert_eq!(bench.home.run("run").steps().len(), 2);
     assert!(fs::read_to_string(bench.home.path("run/resolved.toml")).unwrap().contains(FIRST));

@@ -15,6 +15,7 @@ use simulator::OutcomeRange;
 
 use crate::args::CalibrationArgs;
 use crate::failure::Failure;
+use crate::huggingface::{FetchScope, HuggingFace};
 use crate::program::Program;
 use crate::recipe::Recipe;
 use crate::recipe::words::{OnUpdate, StoreWord};
@@ -91,10 +92,7 @@ impl Advice {
         if let Some(name) = hardware {
             crate::simulate::hardware::Hardware::open(name)?;
         }
-        let simulation = shape(&recipe)
-            .and_then(|config| Ok((inputs_of(&recipe, &recipe, &config, &inputs)?, config)))
-            .map(|(inputs, config)| RecipeSimulation { inputs, config });
-        match simulation {
+        match RecipeSimulation::new(&recipe, &inputs, HuggingFace::of(program)) {
             Ok(simulation) => advice.predicted(&recipe, &path, explanation, &simulation, program),
             Err(error) => advice.notes.push(format!("nothing is predicted: {error}")),
         }
@@ -221,6 +219,8 @@ impl Advice {
 struct RecipeSimulation {
     inputs: ScenarioInputs,
     config: model::Config,
+    /// Where recipes that name models of the hub have their descriptions from.
+    hub: HuggingFace,
 }
 
 /// Speed of a simulated recipe.
@@ -239,7 +239,14 @@ impl SimulatedSpeed {
 }
 
 impl RecipeSimulation {
+    fn new(recipe: &Recipe, inputs: &CalibrationArgs, hub: HuggingFace) -> Result<Self, Failure> {
+        let described = hub.fetched(recipe, FetchScope::Description)?;
+        let config = shape(&described)?;
+        Ok(Self { inputs: inputs_of(&described, recipe, &config, inputs)?, config, hub })
+    }
+
     fn ranges(&self, recipe: &Recipe) -> Result<SimulatedSpeed, Failure> {
+        let recipe = &self.hub.fetched(recipe, FetchScope::Description)?;
         let completions = (recipe.buffer.batch_groups * recipe.rollout.group_size).max(1) as u64;
         let steps = (MAX_COMPLETIONS / completions).clamp(STEPS[0], STEPS[1]) + recipe.buffer.max_staleness;
         let (scenario, _) = self.inputs.scenario(recipe, &self.config, steps)?;
