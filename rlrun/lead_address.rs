@@ -157,9 +157,7 @@ impl JoinTarget {
             tls_ca: self.tls_ca.clone().or(found.tls_ca),
         }))
     }
-}
 
-impl JoinTarget {
     /// Whether its directory says that the run has reached its last step, and no process has it open.
     pub(crate) fn is_done(&self) -> bool {
         match &self.place {

@@ -1,7 +1,7 @@
 //! `rlrun serve training`: the trainer as a service, for clients of tinker.
 //!
-//! Invariant: the first line on standard output is the address. One process serves a directory. On a stop signal requests that have begun are finished within a
-//! limit; weights that were not saved are lost, and the process says so.
+//! Invariant: one process serves a directory. The first line on standard output is the address. On a stop signal requests that have
+//! begun are finished within a limit; weights that were not saved are lost, and the process says so.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -110,7 +110,7 @@ fn locked(dir: &Path) -> Result<Lock, Failure> {
         .map_err(|source| Failure::System { what: format!("make {}", dir.display()), source })?;
     Lock::take(dir).map_err(|error| match error {
         RunDirError::InUse { path, pid } => Failure::Argument(format!(
-            "--dir {}: process {pid} serves or writes it; stop that process, or name another directory",
+            "--dir {}: process {pid} has it open; stop that process, or name another directory",
             path.display()
         )),
         other => other.into(),

@@ -1,7 +1,7 @@
 //! The worker's side of the protocol: it joins a run, sends a heartbeat each second, and learns when to end.
 //!
-//! Invariant: a worker that cannot reach its run for its `--patience` ends with exit status 75: start it again. A worker that
-//! the run does not know continues: the run was started again, and the next heartbeat registers the worker.
+//! Invariant: a worker that cannot reach its run for its `--patience` ends with exit status 75: start it again. One whose run is done
+//! ends with 0. A worker that the run does not know continues: the run was started again, and the next heartbeat registers the worker.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

@@ -42,10 +42,8 @@ pub(crate) fn rms_norm_weight_gradient(x: &Tensor, eps: f32, g: &Tensor, gradien
 vectorized! {
     fn forward(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
         for (x, out) in x.chunks_exact(weight.len()).zip(out.chunks_exact_mut(weight.len())) {
-            let inv = inverse_rms(x, eps);
-            for ((out, x), w) in out.iter_mut().zip(x).zip(weight) {
-                *out = x * inv * w;
-            }
+            out.copy_from_slice(x);
+            norm_row(out, weight, eps);
         }
     }
 }

@@ -62,7 +62,7 @@ pub(super) fn pack_block<V: Vector>(
     let wide = NR.min(matrix.columns - first);
     let padded = wide.next_multiple_of(STEP);
     if steps.is_empty() {
-        return;
+        return; // its values may end before the first column
     }
     if matrix.column_stride == 1 {
         let from = &matrix.values[steps.start * matrix.row_stride + first..];
