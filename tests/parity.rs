@@ -67,6 +67,21 @@ fn run(root: &Path, name: &str, sets: &[&str]) -> (Parameters, Recipe) {
     (ModelDirectory::open(&trained).unwrap().load_parameters().unwrap(), recipe)
 }
 
+/// Another digest means that this machine computes other bits than others, or that a change of the program does so on all machines: then
+/// it is the new value.
+#[test]
+fn all_machines_compute_the_same_bits() {
+    let scratch = tempfile::tempdir().unwrap();
+    let dppo = ["algorithm.kind=dppo", "trainer.minibatches=2", "trainer.schedule=cosine"];
+    let digests = [("grpo", &[][..]), ("dppo", &dppo)].map(|(name, sets)| {
+        let add = |digest: u64, value: &f32| {
+            (digest.rotate_left(5) ^ u64::from(value.to_bits())).wrapping_mul(0x9e37_79b9_7f4a_7c15)
+        };
+        run(scratch.path(), name, sets).0.values().iter().fold(0, add)
+    });
+    assert_eq!(digests, [6_014_144_896_477_458_504, 14_236_069_219_184_680_920]);
+}
+
 #[test]
 fn synchronous_training_equals_the_reference_loop_bit_for_bit() {
     let root = tempfile::tempdir().unwrap();

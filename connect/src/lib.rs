@@ -11,6 +11,7 @@ pub mod tls;
 mod write_deadline;
 
 use std::fmt;
+use std::io::ErrorKind;
 use std::net::IpAddr;
 use std::path::Path;
 use std::sync::Arc;
@@ -250,7 +251,10 @@ impl From<ureq::Error> for SendError {
             ureq::Error::HostNotFound
             | ureq::Error::ConnectionFailed
             | ureq::Error::Timeout(Timeout::Resolve | Timeout::Connect) => Self::NotSent(reason),
-            ureq::Error::Io(error) if error.kind() == std::io::ErrorKind::ConnectionRefused => {
+            // No address of the host can be connected to.
+            ureq::Error::Io(error)
+                if matches!(error.kind(), ErrorKind::ConnectionRefused | ErrorKind::AddrNotAvailable) =>
+            {
                 Self::NotSent(reason)
             }
             ureq::Error::Io(_)

@@ -13,6 +13,7 @@ use hyper::server::conn::http1;
 use hyper::service::HttpService;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::server::graceful::{GracefulShutdown, Watcher};
+use rustix::net::sockopt;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
@@ -89,6 +90,7 @@ pub async fn accept_connections<T>(
                     // Answers are written whole and events are small, so Nagle's algorithm only delays them. Without this
                     // option the server is only slower.
                     let _ = stream.set_nodelay(true);
+                    notice_loss(&stream);
                     let permit = Arc::clone(&permits).try_acquire_owned().ok();
                     let accepted = permit.map(|permit| AcceptedConnection {
                         stream: WriteDeadline::new(stream, limits.write_stall),
@@ -110,6 +112,18 @@ pub async fn accept_connections<T>(
     // All tasks have ended, in time or aborted.
     let _ = tokio::time::timeout(limits.stop, graceful.shutdown()).await;
     connections.shutdown().await;
+}
+
+/// Has the system close a connection whose client has vanished without a word, as a host that lost its power.
+fn notice_loss(stream: &TcpStream) {
+    let set = || -> rustix::io::Result<()> {
+        sockopt::set_socket_keepalive(stream, true)?;
+        sockopt::set_tcp_keepidle(stream, Duration::from_secs(15))?;
+        sockopt::set_tcp_keepintvl(stream, Duration::from_secs(5))?;
+        sockopt::set_tcp_keepcnt(stream, 3)
+    };
+    // Without it, deadlines of requests notice it later.
+    let _ = set();
 }
 
 /// Answers the requests of one connection with `service`. An error means that the client left, which drops its answer.
@@ -149,6 +163,18 @@ mod tests {
     /// Answers with more than the buffers of a socket hold.
     async fn large(_: Request<Incoming>) -> Result<Response<Full<Bytes>>, Infallible> {
         Ok(Response::new(Full::new(vec![b'x'; 32 << 20].into())))
+    }
+
+    #[test]
+    fn the_system_looks_for_clients_that_say_nothing() {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async {
+            let listener = listen("127.0.0.1:0".parse().unwrap(), 8).unwrap();
+            let stream = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+            notice_loss(&stream);
+            assert!(sockopt::socket_keepalive(&stream).unwrap());
+            assert_eq!(sockopt::tcp_keepidle(&stream).unwrap(), Duration::from_secs(15));
+        });
     }
 
     /// A client that never reads gives its place up, and a stop ends all connections.

@@ -288,7 +288,7 @@ pub struct Rollout {
     // resume = changes, worker = run
     pub on_update: OnUpdate,
     /// Quantization of the sampler's weights: "int8" has the layers in 8 bits, "bf16" layers and head in 16 bits, fast
-    /// with AVX-512 BF16 and with the same bits without. Log-probabilities are those of the quantised policy, `kl/mismatch`
+    /// only with AVX-512 BF16, with the same bits elsewhere. Log-probabilities are those of the quantised policy, `kl/mismatch`
     /// measures the difference, and `algorithm.behavior_weight_cap` bounds the weight that corrects the loss for it.
     /// Evaluation and checkpoints are f32. vLLM `quantization`, `dtype`.
     // resume = changes, worker = run

@@ -45,7 +45,7 @@ impl LearningRateSchedule {
             * match self.shape {
                 ScheduleShape::Constant => 1.0,
                 ScheduleShape::Linear => 1.0 - progress,
-                ScheduleShape::Cosine => 0.5 * (1.0 + (std::f32::consts::PI * progress).cos()),
+                ScheduleShape::Cosine => 0.5 * (1.0 + libm::cosf(std::f32::consts::PI * progress)),
                 ScheduleShape::Wsd => {
                     let left = self.steps.saturating_sub(step);
                     if left < self.decay_steps { left as f32 / self.decay_steps as f32 } else { 1.0 }

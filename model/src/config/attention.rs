@@ -42,7 +42,7 @@ pub(super) fn of_layers(
 fn latent_scale(scaling: RopeScaling, head_dim: usize) -> Option<f32> {
     let RopeScaling::Yarn(Yarn { factor, score_weight, .. }) = scaling else { return None };
     let magnitude = Yarn::magnitude(factor, score_weight);
-    (score_weight != 0.0).then(|| ((head_dim as f64).powf(-0.5) * magnitude * magnitude) as f32)
+    (score_weight != 0.0).then(|| (libm::pow(head_dim as f64, -0.5) * magnitude * magnitude) as f32)
 }
 
 /// Whether a layer has a rotary embedding: all but the last of each interval.

@@ -275,7 +275,7 @@ fn multipliers(
         number if number > 0.0 => Ok(number),
         _ => Err(keys.bad(key, "a number above 0")),
     };
-    let usual = (head_dim as f32).powf(-0.5);
+    let usual = libm::powf(head_dim as f32, -0.5);
     let mut all = Multipliers {
         embedding: family.embedding_multiplier(hidden_size),
         scores: None,
@@ -292,7 +292,7 @@ fn multipliers(
         }
         MultiplierRule::Gemma => {
             let scalar = positive("query_pre_attn_scalar", 256.0)? as f32;
-            all.scores = (scalar != head_dim as f32).then(|| scalar.powf(-0.5));
+            all.scores = (scalar != head_dim as f32).then(|| libm::powf(scalar, -0.5));
         }
     }
     Ok(all)

@@ -133,7 +133,7 @@ impl Config {
             MultiplierRule::None => {}
             MultiplierRule::Granite => {
                 let residual = layer.map_or(1.0, |layer| layer.residual_multiplier);
-                let usual = (self.head_dim as f32).powf(-0.5);
+                let usual = libm::powf(self.head_dim as f32, -0.5);
                 for (key, value) in [
                     ("embedding_multiplier", self.embedding_multiplier),
                     ("attention_multiplier", scale.unwrap_or(usual)),

@@ -46,7 +46,13 @@ pub(crate) struct AttentionRule<'a> {
 impl AttentionRule<'_> {
     /// Without a window and sinks, with the usual scale and one chain.
     pub(crate) fn full(shape: HeadShape) -> Self {
-        Self { shape, scale: (shape.head_dim as f32).powf(-0.5), window: usize::MAX, sinks: &[], leaves: 1 }
+        Self {
+            shape,
+            scale: libm::powf(shape.head_dim as f32, -0.5),
+            window: usize::MAX,
+            sinks: &[],
+            leaves: 1,
+        }
     }
 }
 
@@ -218,7 +224,7 @@ vectorized! {
             while page < pages.len() {
                 let work = ScoreWork { queries, column: kv * head, pages: &pages[page..], head_dim };
                 let rows = &mut weights[page * PAGE..];
-                page += match work.pages.len() {
+                page += match work.pages.len().min(beside(per_kv)) {
                     1 => scores_of_pages::<1>(work, per_kv, rows, row),
                     2 => scores_of_pages::<2>(work, per_kv, rows, row),
                     3 => scores_of_pages::<3>(work, per_kv, rows, row),
@@ -244,6 +250,14 @@ vectorized! {
             }
         }
     }
+}
+
+/// Pages, or parts of 16 columns, that are computed at a time for so many heads: 1 to 4, whose sums fit into the registers. With more
+/// sums than that the code for aarch64 has no vectors.
+#[inline(always)]
+fn beside(heads: usize) -> usize {
+    const SUMS: usize = if cfg!(target_arch = "aarch64") { 4 } else { 16 };
+    SUMS / heads.clamp(SUMS / 4, 4)
 }
 
 /// Operands of scores.
@@ -336,9 +350,11 @@ fn values_of_heads<const H: usize>(work: ValueWork<'_>, head_dim: usize, out: &m
                 }
                 1
             }
-            LANES..32 => page_values::<H, 1>(work, head_dim, d, out),
-            32..64 => page_values::<H, 2>(work, head_dim, d, out),
-            _ => page_values::<H, 4>(work, head_dim, d, out),
+            left => match (left / LANES).min(beside(H)) {
+                1 => page_values::<H, 1>(work, head_dim, d, out),
+                2 | 3 => page_values::<H, 2>(work, head_dim, d, out),
+                _ => page_values::<H, 4>(work, head_dim, d, out),
+            },
         };
     }
     H

@@ -36,7 +36,7 @@ const EPS: f32 = 1e-6;
 vectorized! {
     /// Divides queries and keys of `heads [T, channels]` by their lengths, and queries by the root of their width too, in place.
     pub(crate) fn normalize(heads: &mut [f32], spec: DeltaNetSpec) {
-        let scale = (spec.key_dim as f32).powf(-0.5);
+        let scale = libm::powf(spec.key_dim as f32, -0.5);
         for token in heads.chunks_exact_mut(spec.channels()) {
             for (head, x) in token.chunks_exact_mut(spec.key_dim).take(2 * spec.key_heads).enumerate() {
                 let factor = inverse_length(x) * if head < spec.key_heads { scale } else { 1.0 };
@@ -49,7 +49,7 @@ vectorized! {
 vectorized! {
     /// Turns the gradient `g [T, channels]` of what [`normalize`] gives into that of the `raw`, in place.
     pub(crate) fn normalize_backward(raw: &[f32], spec: DeltaNetSpec, g: &mut [f32]) {
-        let scale = (spec.key_dim as f32).powf(-0.5);
+        let scale = libm::powf(spec.key_dim as f32, -0.5);
         for (raw, g) in raw.chunks_exact(spec.channels()).zip(g.chunks_exact_mut(spec.channels())) {
             let heads = raw.chunks_exact(spec.key_dim).zip(g.chunks_exact_mut(spec.key_dim));
             for (head, (x, g)) in heads.take(2 * spec.key_heads).enumerate() {

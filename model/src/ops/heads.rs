@@ -57,8 +57,8 @@ impl Angles {
                 None => {
                     known[*position as usize] = Some(cos.len());
                     let angles = inv_freq.iter().map(|f| *position as f32 * f);
-                    cos.extend(angles.clone().map(|angle| angle.cos() * amplitude));
-                    sin.extend(angles.map(|angle| angle.sin() * amplitude));
+                    cos.extend(angles.clone().map(|angle| libm::cosf(angle) * amplitude));
+                    sin.extend(angles.map(|angle| libm::sinf(angle) * amplitude));
                 }
             }
         }

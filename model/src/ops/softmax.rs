@@ -43,7 +43,7 @@ fn normalizer(z: &[f32]) -> f32 {
     for (z, lane) in rest.iter().zip(&mut lanes) {
         *lane += exp(z - top);
     }
-    top + sum(&lanes).ln()
+    top + libm::logf(sum(&lanes))
 }
 
 #[cfg(test)]

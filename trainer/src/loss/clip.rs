@@ -52,7 +52,7 @@ pub fn gmpo(row: LossRow<'_>, bounds: ClipBounds) -> Vec<TokenLoss> {
     let tokens = row.current.len();
     let mean = (0..tokens).map(|t| clipped(t).0).sum::<f64>() / tokens.max(1) as f64;
     let of = |t: usize| {
-        let (loss, clipped) = (-row.advantages[t] * mean.exp(), clipped(t).1);
+        let (loss, clipped) = (-row.advantages[t] * libm::exp(mean), clipped(t).1);
         let inside = (row.current[t] - row.proximal[t]).abs() <= super::MAX_LOG_RATIO;
         let derivative = if clipped == Clipped::No && inside { loss } else { 0.0 };
         TokenLoss { loss, derivative, weight: 1.0, clipped }

@@ -189,7 +189,7 @@ pub(crate) struct Ratio {
 
 impl Ratio {
     pub(crate) fn of(log_ratio: f64) -> Self {
-        let value = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp();
+        let value = libm::exp(log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO));
         Self { value, slope: if log_ratio.abs() > MAX_LOG_RATIO { 0.0 } else { value } }
     }
 }
@@ -197,9 +197,9 @@ impl Ratio {
 /// `1 / (1 + exp(-x))`, without overflow.
 pub(crate) fn sigmoid(x: f64) -> f64 {
     if x >= 0.0 {
-        1.0 / (1.0 + (-x).exp())
+        1.0 / (1.0 + libm::exp(-x))
     } else {
-        let e = x.exp();
+        let e = libm::exp(x);
         e / (1.0 + e)
     }
 }

@@ -69,5 +69,5 @@ pub fn bradley_terry(scores: PreferencePair, margin: f64) -> (f64, PreferencePai
 
 /// `log(1 + exp(x))`, without overflow.
 fn softplus(x: f64) -> f64 {
-    x.max(0.0) + (-x.abs()).exp().ln_1p()
+    x.max(0.0) + libm::log1p(libm::exp(-x.abs()))
 }

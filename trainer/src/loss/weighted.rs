@@ -42,7 +42,7 @@ pub fn topr(row: LossRow<'_>, positive: WeightBounds, negative: WeightBounds) ->
 #[must_use]
 pub fn dppo(row: LossRow<'_>, low: f64, high: f64, cap: f64) -> Vec<TokenLoss> {
     let weight = |t: usize| {
-        let moved = row.current[t].exp() - row.behavior[t].exp();
+        let moved = libm::exp(row.current[t]) - libm::exp(row.behavior[t]);
         if row.advantages[t] > 0.0 && moved > high {
             (0.0, Clipped::High)
         } else if row.advantages[t] < 0.0 && moved < -low {

@@ -55,7 +55,8 @@ impl<S: Totals> Results<S> for Int8Product<'_> {
         let range = self.rows.ranges[row];
         let mut results = [0.0; LINE];
         for (c, (result, product)) in results.iter_mut().zip(sums.totals()).enumerate() {
-            *result = columns.result(column % PANEL_WIDTH + c, product, range);
+            let column = column % PANEL_WIDTH + c;
+            *result = columns.result(column, product + S::OFFSET * columns.sum[column], range);
         }
         results
     }
@@ -63,6 +64,9 @@ impl<S: Totals> Results<S> for Int8Product<'_> {
 
 /// Sums of the 16 outputs of a line, as numbers.
 trait Totals: Sums<Inputs = [u8; 4], Weights = [i8; 4]> {
+    /// What was subtracted from every input.
+    const OFFSET: i32 = 0;
+
     fn totals(self) -> [i32; LINE];
 }
 
@@ -81,68 +85,71 @@ enum Arm {
     /// 16 products by one instruction, after widening.
     #[cfg(target_arch = "x86_64")]
     Avx2,
+    /// 16 products by one instruction.
+    #[cfg(target_arch = "aarch64")]
+    Dotprod,
     /// What the compiler makes of it.
     Portable,
 }
 
 impl Arm {
-    /// The fastest that this machine has, for layers of `steps` steps.
+    /// Those of the architecture, the fastest first.
     #[cfg(target_arch = "x86_64")]
-    fn best(steps: usize) -> Self {
-        let wide = [Self::Amx, Self::Avx512Vnni, Self::AvxVnni, Self::Avx2];
-        wide.into_iter().find(|arm| arm.computes(steps)).unwrap_or(Self::Portable)
-    }
+    const ALL: &[Self] = &[Self::Amx, Self::Avx512Vnni, Self::AvxVnni, Self::Avx2, Self::Portable];
+    #[cfg(target_arch = "aarch64")]
+    const ALL: &[Self] = &[Self::Dotprod, Self::Portable];
+    #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+    const ALL: &[Self] = &[Self::Portable];
 
-    #[cfg(not(target_arch = "x86_64"))]
-    fn best(_: usize) -> Self {
-        Self::Portable
+    /// The fastest that this machine has, for layers of `steps` steps.
+    fn best(steps: usize) -> Self {
+        Self::ALL.iter().copied().find(|arm| arm.computes(steps)).unwrap_or(Self::Portable)
     }
 
     /// Whether this machine has its instructions, and they are for layers of `steps` steps.
-    #[cfg(target_arch = "x86_64")]
+    #[cfg_attr(
+        not(target_arch = "x86_64"),
+        expect(unused_variables, reason = "AMX alone looks at the steps")
+    )]
     fn computes(self, steps: usize) -> bool {
+        #[cfg(target_arch = "aarch64")]
+        use std::arch::is_aarch64_feature_detected as has;
+        #[cfg(target_arch = "x86_64")]
         use std::arch::is_x86_feature_detected as has;
         match self {
+            #[cfg(target_arch = "x86_64")]
             Self::Amx => amx::is_here() && amx::fits(steps),
+            #[cfg(target_arch = "x86_64")]
             Self::Avx512Vnni => has!("avx512f") && has!("avx512vnni"),
+            #[cfg(target_arch = "x86_64")]
             Self::AvxVnni => has!("avx2") && has!("avxvnni"),
+            #[cfg(target_arch = "x86_64")]
             Self::Avx2 => has!("avx2"),
+            #[cfg(target_arch = "aarch64")]
+            Self::Dotprod => has!("dotprod"),
             Self::Portable => true,
         }
     }
 
-    #[cfg(target_arch = "x86_64")]
+    #[cfg_attr(
+        any(target_arch = "x86_64", target_arch = "aarch64"),
+        expect(unsafe_code, reason = "the first line has looked for the features of the callee")
+    )]
     fn product(self, product: Int8Product<'_>, out: &mut ProductOut<'_>) {
-        use std::arch::x86_64::{__m256i, __m512i};
-
-        #[target_feature(enable = "avx512f,avx512vnni")]
-        fn avx512_vnni(product: Int8Product<'_>, out: &mut ProductOut<'_>) {
-            product.tiles::<__m512i, 4, 6>(out);
-        }
-        #[target_feature(enable = "avx2,avxvnni")]
-        fn avx_vnni(product: Int8Product<'_>, out: &mut ProductOut<'_>) {
-            product.tiles::<[__m256i; 2], 1, 4>(out);
-        }
-        #[target_feature(enable = "avx2")]
-        fn avx2(product: Int8Product<'_>, out: &mut ProductOut<'_>) {
-            product.tiles::<[__m256i; 4], 1, 2>(out);
-        }
         assert!(self.computes(product.layer.steps()), "{self:?} needs instructions that this machine lacks");
-        #[expect(unsafe_code, reason = "the line above has looked for the features of the callee")]
-        unsafe {
-            match self {
-                Self::Amx => amx::product(product, out),
-                Self::Avx512Vnni => avx512_vnni(product, out),
-                Self::AvxVnni => avx_vnni(product, out),
-                Self::Avx2 => avx2(product, out),
-                Self::Portable => product.tiles::<[i32; LINE], 1, 2>(out),
-            }
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            Self::Amx => unsafe { amx::product(product, out) },
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512Vnni => unsafe { x86::avx512_vnni(product, out) },
+            #[cfg(target_arch = "x86_64")]
+            Self::AvxVnni => unsafe { x86::avx_vnni(product, out) },
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2 => unsafe { x86::avx2(product, out) },
+            #[cfg(target_arch = "aarch64")]
+            Self::Dotprod => unsafe { neon::dotprod(product, out) },
+            Self::Portable => product.tiles::<[i32; LINE], 1, 2>(out),
         }
-    }
-
-    #[cfg(not(target_arch = "x86_64"))]
-    fn product(self, product: Int8Product<'_>, out: &mut ProductOut<'_>) {
-        product.tiles::<[i32; LINE], 1, 2>(out);
     }
 }
 
@@ -181,7 +188,22 @@ impl Totals for [i32; LINE] {
 mod x86 {
     use std::arch::x86_64::*;
 
-    use super::{LINE, PanelLine, Sums, Totals};
+    use super::{Int8Product, LINE, PanelLine, ProductOut, Sums, Totals};
+
+    #[target_feature(enable = "avx512f,avx512vnni")]
+    pub(super) fn avx512_vnni(product: Int8Product<'_>, out: &mut ProductOut<'_>) {
+        product.tiles::<__m512i, 4, 6>(out);
+    }
+
+    #[target_feature(enable = "avx2,avxvnni")]
+    pub(super) fn avx_vnni(product: Int8Product<'_>, out: &mut ProductOut<'_>) {
+        product.tiles::<[__m256i; 2], 1, 4>(out);
+    }
+
+    #[target_feature(enable = "avx2")]
+    pub(super) fn avx2(product: Int8Product<'_>, out: &mut ProductOut<'_>) {
+        product.tiles::<[__m256i; 4], 1, 2>(out);
+    }
 
     impl Sums for __m512i {
         type Inputs = [u8; 4];
@@ -278,21 +300,73 @@ mod x86 {
     }
 }
 
+#[cfg(target_arch = "aarch64")]
+#[expect(
+    unsafe_code,
+    reason = "used only inside functions whose target features were detected; a line is 64 bytes"
+)]
+mod neon {
+    use std::arch::aarch64::*;
+    use std::arch::asm;
+
+    use super::{Int8Product, LINE, PanelLine, ProductOut, Sums, Totals};
+
+    #[target_feature(enable = "dotprod")]
+    pub(super) fn dotprod(product: Int8Product<'_>, out: &mut ProductOut<'_>) {
+        product.tiles::<[int32x4_t; 4], 1, 6>(out);
+    }
+
+    /// Four outputs each. The instruction multiplies signed bytes, so 128 is subtracted from the inputs.
+    impl Sums for [int32x4_t; 4] {
+        type Inputs = [u8; 4];
+        type Weights = [i8; 4];
+
+        #[inline(always)]
+        fn zero() -> Self {
+            [unsafe { vdupq_n_s32(0) }; 4]
+        }
+
+        #[inline(always)]
+        fn add(self, inputs: [u8; 4], line: &PanelLine<[i8; 4]>) -> Self {
+            std::array::from_fn(|quarter| unsafe {
+                let inputs = vdupq_n_u32(u32::from_ne_bytes(inputs) ^ 0x8080_8080);
+                let weights = vld1q_s8(line.0[4 * quarter..].as_ptr().cast());
+                let mut sums = self[quarter];
+                // Its intrinsic is not stable yet.
+                asm!(
+                    "sdot {sums:v}.4s, {weights:v}.16b, {inputs:v}.16b",
+                    sums = inout(vreg) sums,
+                    weights = in(vreg) weights,
+                    inputs = in(vreg) inputs,
+                    options(pure, nomem, nostack, preserves_flags),
+                );
+                sums
+            })
+        }
+    }
+
+    impl Totals for [int32x4_t; 4] {
+        const OFFSET: i32 = 128;
+
+        #[inline(always)]
+        fn totals(self) -> [i32; LINE] {
+            let mut totals = [0; LINE];
+            for (totals, sums) in totals.chunks_exact_mut(4).zip(self) {
+                unsafe { vst1q_s32(totals.as_mut_ptr(), sums) };
+            }
+            totals
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
 
     use super::*;
 
-    #[cfg(target_arch = "x86_64")]
     fn arms(steps: usize) -> Vec<Arm> {
-        let all = [Arm::Amx, Arm::Avx512Vnni, Arm::AvxVnni, Arm::Avx2, Arm::Portable];
-        all.into_iter().filter(|arm| arm.computes(steps)).collect()
-    }
-
-    #[cfg(not(target_arch = "x86_64"))]
-    fn arms(_: usize) -> Vec<Arm> {
-        vec![Arm::Portable]
+        Arm::ALL.iter().copied().filter(|arm| arm.computes(steps)).collect()
     }
 
     /// Bytes without a pattern.
