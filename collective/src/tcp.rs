@@ -13,11 +13,12 @@ mod meeting;
 mod sockets;
 
 use std::io::{self, Read, Write};
-use std::net::{IpAddr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
+use std::net::{IpAddr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
 
 use self::handshake::{Hello, PATIENCE, Secret};
 use self::handshakes::Handshakes;
@@ -41,6 +42,10 @@ const CLOSED: PollFlags = PollFlags::HUP.union(PollFlags::ERR).union(PollFlags::
 /// What the system reports of a connection that the other end has closed.
 #[cfg(not(target_os = "linux"))]
 const CLOSED: PollFlags = PollFlags::HUP.union(PollFlags::ERR);
+/// Longest wait of one call: macOS refuses more than 24 days.
+const MAX_WAIT: Duration = Duration::from_secs(24 * 3600);
+/// Most bytes that one call sends or receives: macOS refuses 2 GiB.
+const MAX_CALL: usize = 1 << 30;
 /// Most ranks.
 const MAX_WORLD: usize = 1 << 16;
 
@@ -149,29 +154,34 @@ fn form(
     ready(0, streams, deadline, secret)
 }
 
-/// Joins the ranks whose rank 0 listens at `addr`, as `rank` or as any that is free. From then on ranks wait for each
-/// other for `deadline` at most, as this does.
+/// Joins the ranks whose rank 0 listens at one of the addresses of `place`, as `rank` or as any that is free. From then on ranks
+/// wait for each other for `deadline` at most, as this does.
 ///
 /// # Errors
 /// If rank 0 cannot be reached, does not know `secret` or refuses the rank. [`CollectiveError::NotFormed`] if the others do not
 /// join in time, or rank 0 gives up while they connect to each other.
 pub fn join(
-    addr: SocketAddr,
+    place: impl ToSocketAddrs,
     secret: &[u8],
     rank: Option<usize>,
     deadline: Duration,
 ) -> Result<Tcp, CollectiveError> {
-    join_with(addr, &Secret::new(secret), rank, deadline).map(Mesh::new)
+    let found = place.to_socket_addrs().map(Vec::from_iter).map_err(|error| error.to_string());
+    let addrs = found.map_err(|reason| CollectiveError::Join {
+        address: "the place where ranks meet".to_owned(),
+        reason,
+    })?;
+    join_with(&addrs, &Secret::new(secret), rank, deadline).map(Mesh::new)
 }
 
 fn join_with(
-    addr: SocketAddr,
+    addrs: &[SocketAddr],
     secret: &Secret,
     rank: Option<usize>,
     deadline: Duration,
 ) -> Result<Sockets, CollectiveError> {
     let until = Instant::now() + deadline;
-    let mut first = reach(addr, until, || Ok(()))?;
+    let (mut first, addr) = reach(addrs, until, || Ok(()))?;
     let own = first.local_addr().map_err(|error| joining(addr, error.to_string()))?;
     let nowhere =
         |error: io::Error| joining(addr, format!("cannot listen at {} for other ranks: {error}", own.ip()));
@@ -221,7 +231,7 @@ fn connect(
     };
     let mut streams: Vec<Option<TcpStream>> = addresses.iter().map(|_| None).collect();
     for (peer, address) in addresses.iter().enumerate().take(rank).skip(1) {
-        let mut stream = reach(*address, until, still_forms)?;
+        let (mut stream, _) = reach(&[*address], until, still_forms)?;
         let hello = Hello { rank: Some(rank), port: 0 };
         hello.send(&mut stream, secret).map_err(|source| broken(rank, peer, source))?;
         streams[peer] = Some(stream);
@@ -323,13 +333,18 @@ fn accept(listener: &TcpListener, until: Instant) -> Result<Option<TcpStream>, C
             // The connection was closed before it was accepted.
             Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => continue,
             Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+            Err(error) if until <= Instant::now() => return Err(failed(error)),
+            // Files that are open may be closed before the deadline.
+            Err(error) if matches!(Errno::from_io_error(&error), Some(Errno::MFILE | Errno::NFILE)) => {
+                thread::sleep(AGAIN);
+            }
             Err(error) => return Err(failed(error)),
         }
         let left = until.saturating_duration_since(Instant::now());
         if left.is_zero() {
             return Ok(None);
         }
-        let timeout = Timespec::try_from(left + Duration::from_millis(1)).ok();
+        let timeout = Timespec::try_from(left.min(MAX_WAIT) + Duration::from_millis(1)).ok();
         let _ = poll(&mut [PollFd::new(listener, PollFlags::IN)], timeout.as_ref());
     }
 }
@@ -342,17 +357,17 @@ fn is_open(stream: &TcpStream) -> bool {
     !polled[0].revents().intersects(CLOSED)
 }
 
-/// A connection to `addr`, tried again until a process listens there, or `goes_on` fails.
+/// A connection to one of `addrs`, which are tried in turns until a process listens there, or `goes_on` fails; and its address.
 fn reach(
-    addr: SocketAddr,
+    addrs: &[SocketAddr],
     until: Instant,
     goes_on: impl Fn() -> Result<(), CollectiveError>,
-) -> Result<TcpStream, CollectiveError> {
-    loop {
+) -> Result<(TcpStream, SocketAddr), CollectiveError> {
+    for addr in addrs.iter().copied().cycle() {
         goes_on()?;
         let left = until.saturating_duration_since(Instant::now());
         match TcpStream::connect_timeout(&addr, left.clamp(AGAIN, PATIENCE)) {
-            Ok(stream) => return Ok(stream),
+            Ok(stream) => return Ok((stream, addr)),
             Err(error) if left.is_zero() => {
                 let reason = format!("cannot be reached: {error}; does the rank that listens there run?");
                 return Err(joining(addr, reason));
@@ -360,6 +375,10 @@ fn reach(
             Err(_) => thread::sleep(AGAIN.min(left)),
         }
     }
+    Err(CollectiveError::Join {
+        address: "the place where ranks meet".to_owned(),
+        reason: "has no address".to_owned(),
+    })
 }
 
 /// The connections, made ready for frames.
@@ -430,6 +449,19 @@ mod tests {
             let others = others.map(|other| other.join().expect("no panic").expect("joins"));
             drop((leader, others));
         });
+    }
+
+    #[test]
+    fn all_addresses_of_a_host_are_tried() {
+        let (listener, addr) = listener();
+        let closed = SocketAddr::from((Ipv4Addr::new(127, 0, 0, 2), addr.port()));
+        thread::scope(|scope| {
+            let leader = scope.spawn(|| listener.accept(2, LONG).expect("it joins"));
+            join(&[closed, addr][..], SECRET, None, LONG).expect("the second address is right");
+            leader.join().expect("no panic");
+        });
+        let error = join(&[][..], SECRET, None, LONG).expect_err("there is no address");
+        assert!(error.to_string().contains("has no address"), "{error}");
     }
 
     #[test]

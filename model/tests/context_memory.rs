@@ -84,7 +84,7 @@ fn a_rank() {
             let listener = Listener::bind(addr.parse().unwrap(), SECRET).unwrap();
             Some(Arc::new(listener.accept(world, LONG).unwrap()))
         }
-        _ => Some(Arc::new(join(addr.parse().unwrap(), SECRET, Some(rank), LONG).unwrap())),
+        _ => Some(Arc::new(join(addr, SECRET, Some(rank), LONG).unwrap())),
     };
     let ranks =
         PassRanks { context, sections: world, exchange: ContextExchange::Keys, ..PassRanks::default() };

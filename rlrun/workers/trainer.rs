@@ -54,7 +54,7 @@ pub(crate) fn run(args: &TrainerWorkerArgs, program: &Program) -> Result<(), Fai
     let secret = derived(membership.token(), MEETING).unwrap_or_default();
     let place = meeting_place(&membership)?;
     let is_elastic = recipe.trainer.elastic.snapshot_every > 0;
-    let mut next = match tcp::join(place, secret.as_bytes(), rank, wait) {
+    let mut next = match tcp::join(&place[..], secret.as_bytes(), rank, wait) {
         Err(CollectiveError::NotFormed { .. }) if is_elastic => None,
         joined => Some(joined.map_err(|error| lost(error.into()))?),
     };
@@ -65,7 +65,7 @@ pub(crate) fn run(args: &TrainerWorkerArgs, program: &Program) -> Result<(), Fai
     let pool = Arc::new(ThreadPool::new(&cores, threads));
     let followed = loop {
         number.store(0, Ordering::Relaxed);
-        let collective = match next.take().map_or_else(|| join_again(place, &secret, wait, &stop), Ok) {
+        let collective = match next.take().map_or_else(|| join_again(&place, &secret, wait, &stop), Ok) {
             Ok(collective) => collective,
             Err(error) => break Err(error),
         };
@@ -128,31 +128,31 @@ fn rank(
     if (1..world).contains(&rank) { Ok(Some(rank)) } else { Err(refused(&said, rank)) }
 }
 
-/// Where the ranks meet, on the host that serves the run.
-fn meeting_place(membership: &Membership) -> Result<SocketAddr, Failure> {
+/// Where the ranks meet: the addresses of the host that serves the run, one of which it listens at.
+fn meeting_place(membership: &Membership) -> Result<Vec<SocketAddr>, Failure> {
     let url = membership.url();
     let port = membership.joined.ranks.unwrap_or_default();
     let authority = url.split_once("://").map_or(url, |(_, rest)| rest).trim_end_matches('/');
     let host = authority.rsplit_once(':').map_or(authority, |(host, _)| host);
-    let mut places = format!("{host}:{port}").to_socket_addrs().map_err(|source| Failure::System {
+    let places = format!("{host}:{port}").to_socket_addrs().map_err(|source| Failure::System {
         what: format!("find the host {host}, where ranks meet"),
         source,
     })?;
-    places.next().ok_or_else(|| Failure::Argument(format!("the host {host} of {url} has no address")))
+    Ok(places.collect())
 }
 
 /// Joins the next group of ranks as any of them. One that no group needs waits until `stop`.
 fn join_again(
-    place: SocketAddr,
+    place: &[SocketAddr],
     secret: &str,
     wait: Duration,
     stop: &AtomicBool,
 ) -> Result<tcp::Tcp, Failure> {
     loop {
         // A run that was started again meets elsewhere: this process is started again too.
-        TcpStream::connect_timeout(&place, REACHED).map_err(|error| {
-            Failure::Requeue(format!("the first rank no longer listens at {place}: {error}"))
-        })?;
+        if !place.iter().any(|address| TcpStream::connect_timeout(address, REACHED).is_ok()) {
+            return Err(Failure::Requeue(format!("the first rank no longer listens at {place:?}")));
+        }
         match tcp::join(place, secret.as_bytes(), None, wait) {
             Err(CollectiveError::NotFormed { .. }) if !stop.load(Ordering::Relaxed) => {}
             joined => return joined.map_err(|error| lost(error.into())),
@@ -241,7 +241,7 @@ mod tests {
         let (place, stop) = (meeting.local_addr(), AtomicBool::new(false));
         let (wait, long) = (Duration::from_millis(200), Duration::from_secs(60));
         thread::scope(|scope| {
-            let spare = scope.spawn(|| join_again(place, "secret", wait, &stop));
+            let spare = scope.spawn(|| join_again(&[place], "secret", wait, &stop));
             while meeting.waiting() == 0 && !spare.is_finished() {
                 thread::sleep(wait / 100);
             }

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::handshake::Secret;
-use super::{Listener, join_with};
+use super::{Listener, MAX_CALL, MAX_WAIT, join_with};
 use crate::CollectiveError;
 use crate::call::CollectiveCall;
 use crate::mesh::{FrameTransport, GIVEN_UP, HEADER, MeshFrameHeader, Receive, Stamp, WAITS};
@@ -286,7 +286,7 @@ impl FrameTransport for Sockets {
             return Err(CollectiveError::OutOfStep { rank: self.rank, peer: *leader, operation, found });
         };
         let address = SocketAddr::new(self.address(*leader, TcpStream::peer_addr)?, port);
-        join_with(address, &self.secret, Some(rank), self.deadline)
+        join_with(&[address], &self.secret, Some(rank), self.deadline)
     }
 }
 
@@ -327,6 +327,7 @@ impl Link<'_, '_> {
         while let Some(sending) = self.sending.as_mut().filter(|_| !self.closed) {
             let header = &sending.header[sending.sent.min(HEADER)..];
             let bytes = &sending.bytes[sending.sent.saturating_sub(HEADER)..];
+            let bytes = &bytes[..bytes.len().min(MAX_CALL)];
             match self.stream.write_vectored(&[IoSlice::new(header), IoSlice::new(bytes)]) {
                 Ok(0) => self.closed = true,
                 Ok(sent) => {
@@ -393,7 +394,8 @@ impl Receiving {
                 }
                 return Ok(true);
             }
-            match (&*stream).read(bytes) {
+            let most = bytes.len().min(MAX_CALL);
+            match (&*stream).read(&mut bytes[..most]) {
                 Ok(0) => return Err(CollectiveError::Gone { rank, peer, operation }),
                 Ok(count) => self.got += count,
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
@@ -440,7 +442,8 @@ impl Receiving {
 /// Waits until one of `links` is ready, or `left` is over. Errors show in the next read or write.
 fn wait(mut links: Vec<PollFd<'_>>, left: Option<Duration>) {
     // A millisecond longer, so that the deadline is over when the wait ends.
-    let timeout = left.and_then(|left| Timespec::try_from(left + Duration::from_millis(1)).ok());
+    let timeout =
+        left.and_then(|left| Timespec::try_from(left.min(MAX_WAIT) + Duration::from_millis(1)).ok());
     let _ = poll(&mut links, timeout.as_ref());
 }
 
