@@ -11,7 +11,7 @@
 //! refused.
 //!
 //! Invariant: no data of the run passes through the controller, and it has no state that a crash could lose. If it is
-//! killed, the system signals its children, which save and end; `rlrun resume` continues the run.
+//! killed, its children notice it, save and end; `rlrun resume` continues the run.
 
 mod child;
 mod health;

@@ -1,13 +1,14 @@
-//! The resident memory of this process and its children.
+//! The resident memory of this process and its children, and the free memory of the machine.
 //!
-//! Invariant: sizes are MiB of resident memory. On a system without `/proc` the size is unknown and none is invented.
+//! Invariant: sizes are MiB of resident memory. What a system does not say is unknown, and none is invented.
 
 use std::fs;
+use std::process::Command;
 
 /// Memory of this process around a piece of work, MiB.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct MemoryUse {
-    /// Resident before.
+    /// Resident before; where the system does not say, most that was resident until then.
     pub before: f64,
     /// Most that was resident until the end of it. Where the system does not let a process forget its peak, that of
     /// the whole process so far.
@@ -26,21 +27,21 @@ impl PeakMemory {
     pub fn start() -> Self {
         // 5 sets the peak to what is resident now (proc(5)). A system that refuses leaves the older peak, as documented.
         let _ = fs::write("/proc/self/clear_refs", "5");
-        Self { before: status("VmRSS:").unwrap_or(0.0) }
+        Self { before: status("VmRSS:").unwrap_or_else(peak_mib) }
     }
 
     /// The peak since.
     #[must_use]
     pub fn stop(self) -> MemoryUse {
         // The system counts in batches, so that the two can disagree by a few pages.
-        MemoryUse { before: self.before, peak: peak_mib().unwrap_or(0.0).max(self.before) }
+        MemoryUse { before: self.before, peak: peak_mib().max(self.before) }
     }
 }
 
-/// Most memory that was resident in this process so far, MiB; `None` on a system that does not say.
+/// Most memory that was resident in this process so far, MiB.
 #[must_use]
-pub fn peak_mib() -> Option<f64> {
-    status("VmHWM:")
+pub fn peak_mib() -> f64 {
+    status("VmHWM:").unwrap_or_else(|| model::machine::peak_memory() as f64 / f64::from(1 << 20))
 }
 
 /// Memory of another process that is resident now, and most that was so far, MiB; `None` on a system that does not say.
@@ -59,7 +60,22 @@ fn status(name: &str) -> Option<f64> {
 /// Memory that the machine has left, bytes; `None` on a system that does not say.
 #[must_use]
 pub fn available() -> Option<usize> {
+    if cfg!(target_os = "macos") {
+        let counted = Command::new("/usr/bin/vm_stat").output().ok()?;
+        return free_of_vm_stat(&String::from_utf8_lossy(&counted.stdout));
+    }
     Some(kibibytes(&fs::read_to_string("/proc/meminfo").ok()?, "MemAvailable:")?.saturating_mul(1024))
+}
+
+/// Bytes that macOS can give to a process, from what `vm_stat` prints: pages that are free or inactive.
+fn free_of_vm_stat(text: &str) -> Option<usize> {
+    let page: usize = text.split_once("page size of ")?.1.split_whitespace().next()?.parse().ok()?;
+    let pages = |name: &str| -> Option<usize> {
+        let line = text.lines().find_map(|line| line.strip_prefix(name))?;
+        line.trim().trim_end_matches('.').parse().ok()
+    };
+    let pages = pages("Pages free:")? + pages("Pages inactive:")? + pages("Pages speculative:")?;
+    Some(pages.saturating_mul(page))
 }
 
 /// The number behind `name` in lines such as `VmRSS:  1234 kB`.
@@ -82,13 +98,26 @@ mod tests {
         drop(map);
         let MemoryUse { before, peak } = memory.stop();
         // Other tests take and give back memory meanwhile.
-        let known = before > 0.0;
-        assert!(!known || peak >= before.max(0.9 * MIB as f64), "{before} MiB before, {peak} at most");
+        assert!(before > 0.0 && peak >= before.max(0.9 * MIB as f64), "{before} MiB before, {peak} at most");
     }
 
     #[test]
     fn sizes_are_read_as_the_system_writes_them() {
         assert_eq!(kibibytes("VmPeak: 1 kB\nVmHWM:\t  2048 kB\n", "VmHWM:"), Some(2048));
         assert_eq!(kibibytes("VmHWM: many kB\n", "VmHWM:"), None);
+        let counted = "Mach Virtual Memory Statistics: (page size of 16384 bytes)\n\
+            Pages free:                               10.\nPages active:                             99.\n\
+            Pages inactive:                           20.\nPages speculative:                         3.\n";
+        assert_eq!(free_of_vm_stat(counted), Some(33 * 16384));
+        assert_eq!(free_of_vm_stat("no such thing"), None);
+    }
+
+    #[test]
+    fn both_ways_to_ask_for_the_peak_agree() {
+        let Some(first) = status("VmHWM:") else { return };
+        let asked = model::machine::peak_memory() as f64 / f64::from(1 << 20);
+        let then = status("VmHWM:").unwrap_or(f64::MAX);
+        // Another test makes the process forget its peak, which only one of the two forgets.
+        assert!(asked >= 0.9 * first.min(then), "{first} MiB, then {asked} MiB, then {then} MiB");
     }
 }

@@ -310,9 +310,7 @@ impl<'a> Observer<'a> {
         self.peers(&mut metrics, inputs)?;
         self.ranks(&mut metrics, inputs.step)?;
         crate::curation::measure(self.recipe, &mut metrics, inputs.sampler_before, inputs.sampler_after);
-        if let Some(peak) = crate::memory::peak_mib() {
-            metrics.set("memory/peak_mib", peak);
-        }
+        metrics.set("memory/peak_mib", crate::memory::peak_mib());
         let found = self.diagnosis.observe(&metrics);
         metrics.notes.splice(0..0, found);
         self.explain_star(&metrics);

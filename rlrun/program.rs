@@ -11,6 +11,7 @@ use std::sync::Arc;
 
 use environments::EnvironmentRegistry;
 use rewards::Registry;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use crate::args::Cli;
 use crate::commands;
@@ -19,6 +20,9 @@ use crate::failure::Failure;
 
 /// Variables that begin so change values of a recipe.
 pub(crate) const OVERRIDE: &str = "RLRUN__";
+
+/// Files that a process may have open; the second if the system refuses the first, as macOS does by default.
+const MOST_FILES: [u64; 2] = [16_384, 10_240];
 
 /// The context in which a recipe is loaded and run.
 #[derive(Clone, Default)]
@@ -113,6 +117,7 @@ pub fn run<A>(
     let text = |raw: std::ffi::OsString| raw.to_string_lossy().into_owned();
     let environment = std::env::vars_os().map(|(name, value)| (text(name), text(value)));
     let program = Program::new(entry.registry, environment).with_environments(entry.environments);
+    allow_files();
     if let Some(directory) = cache(program.environment()) {
         device::inventory::keep_kernels_in(directory.join("rlrun").join("kernels"));
     }
@@ -137,6 +142,19 @@ pub fn run<A>(
                 eprintln!("{label}{error}");
             }
             ExitCode::from(error.exit_code())
+        }
+    }
+}
+
+/// Raises the number of files that this process may have open: shells of macOS allow 256, and a process of an environment needs two.
+fn allow_files() {
+    let limit = getrlimit(Resource::Nofile);
+    for files in MOST_FILES {
+        let files = limit.maximum.map_or(files, |maximum| maximum.min(files));
+        if limit.current.is_none_or(|current| current >= files)
+            || setrlimit(Resource::Nofile, Rlimit { current: Some(files), maximum: limit.maximum }).is_ok()
+        {
+            return;
         }
     }
 }

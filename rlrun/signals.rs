@@ -4,6 +4,8 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::Duration;
 
 use tokio::signal::unix::{SignalKind, signal};
 
@@ -11,6 +13,8 @@ use crate::failure::Failure;
 
 /// Exit status of a process after a second stop signal: 128 + SIGINT, as in shells.
 pub(crate) const INTERRUPTED: i32 = 130;
+/// Between two looks at whether the process that started this one still runs.
+const PARENT_LOOK: Duration = Duration::from_millis(200);
 
 /// Listens for signals until the process ends.
 #[derive(Debug)]
@@ -116,20 +120,27 @@ impl Signals {
     }
 }
 
-/// Has the system send SIGTERM to this process when `parent`, which started it, ends, however that ends.
+/// Sends SIGTERM to this process within [`PARENT_LOOK`] when `parent`, which started it, ends, however that ends. A look at the
+/// parent works on every Unix, where Linux alone has a signal for it.
 ///
 /// # Errors
-/// A system that cannot do so.
+/// The parent has ended already; no thread can be started.
 pub(crate) fn end_with_parent(parent: u32) -> Result<(), Failure> {
-    use rustix::process::{Signal, getppid, set_parent_process_death_signal};
-    let system = |error: rustix::io::Errno| Failure::System {
-        what: "end with the process that started this one".to_owned(),
-        source: error.into(),
-    };
-    set_parent_process_death_signal(Some(Signal::TERM)).map_err(system)?;
-    // It ended before it could be asked for.
-    if getppid().is_none_or(|now| now.as_raw_nonzero().get().unsigned_abs() != parent) {
+    use rustix::process::{Signal, getpid, getppid, kill_process};
+    let lives = move || getppid().is_some_and(|now| now.as_raw_nonzero().get().unsigned_abs() == parent);
+    if !lives() {
         return Err(Failure::Requeue("the process that started this one has ended".to_owned()));
     }
-    Ok(())
+    let look = move || {
+        while lives() {
+            thread::sleep(PARENT_LOOK);
+        }
+        // A process may always signal itself.
+        let _ = kill_process(getpid(), Signal::TERM);
+    };
+    let started = thread::Builder::new().name("parent".to_owned()).spawn(look);
+    started.map(drop).map_err(|source| Failure::System {
+        what: "end with the process that started this one".to_owned(),
+        source,
+    })
 }

@@ -5,6 +5,7 @@
 //! no cache holds.
 
 use std::fs;
+use std::process::Command;
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
@@ -139,6 +140,11 @@ fn cache_size(text: &str) -> Option<usize> {
 }
 
 fn processor() -> Option<String> {
+    if cfg!(target_os = "macos") {
+        let named =
+            Command::new("/usr/sbin/sysctl").args(["-n", "machdep.cpu.brand_string"]).output().ok()?;
+        return Some(String::from_utf8_lossy(&named.stdout).trim().to_owned());
+    }
     let text = fs::read_to_string("/proc/cpuinfo").ok()?;
     let line = text.lines().find(|line| line.starts_with("model name"))?;
     Some(line.split_once(':')?.1.trim().to_owned())

@@ -300,6 +300,8 @@ fn tools_of(
             let code = CodeInterpreter::new(spec, context);
             vec![Box::new(code.map_err(|reason| ("kind", format!("is `code`, which fails: {reason}")))?)]
         }
+        #[cfg(not(target_os = "linux"))]
+        "code" => return Err(("kind", "is `code`, whose sandbox needs Linux".to_owned())),
         other => {
             let reason =
                 format!("is \"{other}\"; there are `calculator`, `search`, `python`, `code` and `mcp`");

@@ -1,4 +1,4 @@
-//! CPU features and caches of this machine.
+//! CPU features and caches of this machine, and what this process takes of its memory.
 
 use std::sync::OnceLock;
 
@@ -46,4 +46,18 @@ pub fn level() -> Level {
         }
     }
     Level::Portable
+}
+
+/// Most memory that was resident in this process so far, bytes.
+#[must_use]
+pub fn peak_memory() -> u64 {
+    #[expect(unsafe_code, reason = "the structure is valid with any bytes, and the call fills it")]
+    let usage = unsafe {
+        let mut usage = std::mem::zeroed::<libc::rusage>();
+        libc::getrusage(libc::RUSAGE_SELF, &raw mut usage);
+        usage
+    };
+    // Apple's systems count bytes, others KiB (getrusage(2)).
+    let unit = if cfg!(target_vendor = "apple") { 1 } else { 1 << 10 };
+    u64::try_from(usage.ru_maxrss).unwrap_or(0) * unit
 }

@@ -21,6 +21,7 @@ import ssl
 import threading
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from dataclasses import dataclass
 from typing import Any, Optional
@@ -130,7 +131,9 @@ class Client:
     def __init__(self, url: str, key: str = "tml-local", *, cafile: Optional[str] = None, patience_s: float = 300.0):
         self._url, self._key, self._patience_s = url.rstrip("/") + "/api/v1/", key, patience_s
         tls = urllib.request.HTTPSHandler(context=ssl.create_default_context(cafile=cafile))
-        self._opener = urllib.request.build_opener(tls)
+        # macOS names its proxy for loopback addresses too.
+        local = urllib.parse.urlsplit(url).hostname in ("127.0.0.1", "::1", "localhost")
+        self._opener = urllib.request.build_opener(tls, urllib.request.ProxyHandler({} if local else None))
         self._lock = threading.Lock()
         self._models = self._samplers = 0
         session = {"tags": [], "user_metadata": {}, "sdk_version": "rlrun", "type": "create_session"}

@@ -10,7 +10,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ptr::null_mut;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
+use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
 
 /// Bytes of a huge page, and of a page: the alignment of a block.
 const HUGE: usize = 2 << 20;
@@ -217,7 +217,8 @@ fn map(bytes: usize) -> *mut u8 {
         if before < HUGE {
             let _ = munmap(address.add(bytes).cast(), HUGE - before);
         }
-        let _ = madvise(address.cast(), bytes, Advice::LinuxHugepage);
+        #[cfg(target_os = "linux")]
+        let _ = rustix::mm::madvise(address.cast(), bytes, rustix::mm::Advice::LinuxHugepage);
         address
     }
 }

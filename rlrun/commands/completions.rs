@@ -33,7 +33,7 @@ fn manual(directory: Option<&Path>) -> Result<String, Failure> {
     };
     std::fs::create_dir_all(directory).map_err(failed)?;
     clap_mangen::generate_to(Cli::command(), directory).map_err(failed)?;
-    Ok(format!("wrote the manual pages to {}; read one with `man -l FILE`", directory.display()))
+    Ok(format!("wrote the manual pages to {}; read one with `man ./FILE`", directory.display()))
 }
 
 /// Bytes that a generator of text wrote, without the line end that printing adds.

@@ -17,7 +17,6 @@ use rollout::{
     Engine, EngineConfig, LocalSampler, OnUpdate, RequestBounds, RolloutError, ServeOn, ServedSampler,
     StopRules, request_queue,
 };
-use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use trajectory::PolicyVersion;
 
 use super::checkpoint_paths::{checkpoint_of, model_of, network_of};
@@ -29,8 +28,6 @@ use crate::serve::{MAX_CONTEXT, ServerSignals, cache_tokens, name_of, runtime, s
 
 /// The KV cache takes at most this part of the free memory, or one sequence.
 const CACHE_PART: usize = 4;
-/// Files that the process may have open, if the system allows it: a connection is one.
-const MAX_FILES: u64 = 16_384;
 
 /// Serves a policy until a signal stops it.
 pub(super) fn serve(args: &ServePolicyArgs, program: &Program) -> Result<String, Failure> {
@@ -51,7 +48,6 @@ pub(super) fn serve(args: &ServePolicyArgs, program: &Program) -> Result<String,
         max_connections: 2 * args.max_open + EndpointLimits::default().max_connections,
         ..EndpointLimits::default()
     };
-    allow_files();
     let (handle, queue) =
         request_queue(RequestBounds { max_open: args.max_open, max_running: args.max_running });
     let policy = ServedPolicy {
@@ -216,14 +212,4 @@ fn version_of(target: &Path) -> PolicyVersion {
         return PolicyVersion::default();
     }
     trainer::checkpoint::list(&target.join("checkpoints")).last().copied().unwrap_or_default()
-}
-
-/// Raises the number of files that the process may have open.
-fn allow_files() {
-    let limit = getrlimit(Resource::Nofile);
-    let most = limit.maximum.unwrap_or(MAX_FILES).min(MAX_FILES);
-    if limit.current.is_some_and(|current| current < most) {
-        // Without it fewer clients can connect, and the listener waits for one to leave.
-        let _ = setrlimit(Resource::Nofile, Rlimit { current: Some(most), maximum: limit.maximum });
-    }
 }

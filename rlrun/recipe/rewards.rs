@@ -93,6 +93,7 @@ fn check_keys(index: usize, reward: &RewardSpec, registry: &Registry, checker: &
         Err(RewardError::UnknownKind { kind, known }) => {
             let names: Vec<_> = registry.names().collect();
             let help = match super::decode::nearest(&kind, &names) {
+                _ if kind == "code" && cfg!(not(target_os = "linux")) => "its sandbox needs Linux".to_owned(),
                 Some(near) => format!("did you mean \"{near}\"? there are {known}"),
                 None => format!("there are {known}"),
             };

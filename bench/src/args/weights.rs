@@ -22,7 +22,7 @@ pub struct WeightsBenchArgs {
     #[arg(long, value_parser = share, default_value = "0.01")]
     pub changed: f64,
     /// Directory for shared memory
-    #[arg(long, value_name = "DIR", default_value = "/dev/shm")]
+    #[arg(long, value_name = "DIR", default_value = if cfg!(target_os = "linux") { "/dev/shm" } else { "/tmp" })]
     pub shm: PathBuf,
     /// Measure instead pushes that stay on devices: "cuda", "cuda:1", or "emulated"
     #[arg(long, value_parser = str::parse::<DeviceLocation>, conflicts_with = "density")]

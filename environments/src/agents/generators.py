@@ -19,6 +19,8 @@ import urllib.request
 
 # Longest wait for an answer of the endpoint, seconds. An episode has its own limit.
 ANSWER_S = 3600
+# The endpoint is this run's own: no proxy of the system is asked, as macOS asks one for loopback addresses too.
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class SessionRoutes:
@@ -36,7 +38,7 @@ def post_json(url, body, headers=None):
     headers = {"Content-Type": "application/json", **(headers or {})}
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)
     try:
-        with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
+        with DIRECT.open(request, timeout=ANSWER_S) as answer:
             return json.load(answer)
     except urllib.error.HTTPError as error:
         raise RuntimeError(f"{url.rpartition('/')[2]} answered {error.code}: {error.read().decode('utf-8', 'replace')}") from None

@@ -115,7 +115,8 @@ fn signal_name(signal: i32) -> String {
     let name = match signal {
         4 => "SIGILL",
         6 => "SIGABRT",
-        7 => "SIGBUS",
+        7 if cfg!(target_os = "linux") => "SIGBUS",
+        10 if cfg!(target_vendor = "apple") => "SIGBUS",
         8 => "SIGFPE",
         9 => "SIGKILL, as when memory is short",
         11 => "SIGSEGV",

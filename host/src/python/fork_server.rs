@@ -249,7 +249,8 @@ impl ForkServer {
             }
             pending.fork = Some((id, reply));
         }
-        if self.request(id, theirs, input).await.is_err() {
+        // `theirs` and `input` stay open until the answer: macOS closes sockets that are only within messages.
+        if self.request(id, &theirs, &input).await.is_err() {
             // It has ended, and the end of its socket has not been read yet.
             lock(&self.pending).ended = true;
             return Err(ended());
@@ -265,7 +266,7 @@ impl ForkServer {
     }
 
     /// Sends the two descriptors of a worker with the request to start it.
-    async fn request(&self, id: u64, channel: Socket, output: PipeWriter) -> io::Result<()> {
+    async fn request(&self, id: u64, channel: &Socket, output: &PipeWriter) -> io::Result<()> {
         let message = framed(&serde_json::json!({ "id": id }));
         let fds: [BorrowedFd<'_>; 2] = [channel.as_fd(), output.as_fd()];
         let send = || {
@@ -426,6 +427,10 @@ async fn listen(
         let mut pending = lock(&pending);
         pending.ended = true;
         pending.fork = None;
+        if cfg!(not(target_os = "linux")) {
+            // There the tag finds nothing: a process does not see the environment of others.
+            pending.exits.keys().copied().for_each(end_group);
+        }
         pending.exits.clear();
     }
     // The fork server may be cleaning up: it closes its socket only by ending.

@@ -24,6 +24,7 @@ import signal
 import socket
 import struct
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -38,6 +39,8 @@ TRACEBACK_LINES, TRACEBACK_CHARS = 12, 4000
 BLOCKED_SHARE = 0.25
 # CPU seconds of a call beyond what its wall time allows: a second limit, should the one on wall time fail.
 CPU_SECONDS = 600
+# Seconds between two looks at the memory of a worker.
+MEMORY_LOOK = 0.05
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -95,6 +98,8 @@ def fork_server(config):
 
 def spawn_reason():
     """Why this process must not be forked, or None."""
+    if sys.platform == "darwin":
+        return "frameworks of macOS do not work after a fork"
     if threading.active_count() > 1:
         names = ", ".join(thread.name for thread in threading.enumerate() if thread is not threading.main_thread())
         return f"importing it starts threads ({names})"
@@ -133,6 +138,8 @@ class Supervisor:
                 data, fds, _, _ = socket.recv_fds(self.control, 65536, 2)
                 if not data:
                     return
+                for fd in fds:  # they are received as inheritable
+                    os.set_inheritable(fd, False)
                 request = json.loads(data[4:])
                 self.fork(request["id"], *fds)
 
@@ -157,16 +164,23 @@ class Supervisor:
             os.dup2(output, 1)
             os.dup2(output, 2)
             os.close(output)
-            prepare(self.config, mine)
-            work(own_socket(channel), self.subject, self.config)
+            try:
+                os.setsid()
+                prepare(self.config, mine)
+                work(own_socket(channel), self.subject, self.config)
+            except BaseException:  # a copy of this server must not clean up
+                traceback.print_exc()
+            os._exit(1)
         self.workers.add(pid)
         send(self.control, {"kind": "forked", "id": number, "pid": pid})
 
     def spawn(self, channel, output):
         """A new process that imports the code itself. It reads what to run from its standard input."""
-        script = os.memfd_create("rlrun") if hasattr(os, "memfd_create") else None
-        if script is None:
-            raise OSError("files that start threads when they are imported need Linux")
+        if hasattr(os, "memfd_create"):
+            script = os.memfd_create("rlrun")
+        else:
+            with tempfile.TemporaryFile() as file:
+                script = os.dup(file.fileno())
         own = dict(self.config, channel=SOCKET_FD, parent=os.getpid())
         for part in (SOURCE.encode(), json.dumps(own).encode()):  # noqa: F821 (set by the bootstrap)
             os.write(script, struct.pack("<I", len(part)) + part)
@@ -277,28 +291,46 @@ def kill_tagged(tag):
 
 
 def prepare(config, parent_pid):
-    """Makes this process a worker: a session of its own, limits, default signals."""
-    os.setsid()
+    """Makes this process, which leads a session of its own, a worker: limits, and its parent's death."""
     die_with_parent()
     if os.getppid() != parent_pid:
         os._exit(0)
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     faulthandler.enable()  # a segmentation fault leaves the Python stack in the log
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    try:
-        with open("/proc/self/statm") as file:
-            warm = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        warm = 0
-    bytes_allowed = warm + (config["memory_mb"] << 20)
+    if sys.platform == "linux":
+        limit_memory(config["memory_mb"] << 20)
+    else:
+        watch_memory(config["memory_mb"] << 20)
+
+
+def limit_memory(allowed):
+    """Limits the address space to `allowed` bytes beyond what it has now."""
+    with open("/proc/self/statm") as file:
+        most = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE") + allowed
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     if hard != resource.RLIM_INFINITY:
-        bytes_allowed = min(bytes_allowed, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (bytes_allowed, bytes_allowed))
+        most = min(most, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+def watch_memory(allowed):
+    """Kills this process when more than `allowed` bytes beyond what it has become resident: macOS refuses a limit of the address space."""
+    unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss (getrusage(2))
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit + allowed
+
+    def watch():
+        while resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit <= most:
+            time.sleep(MEMORY_LOOK)
+        os.write(2, f"rlrun: this process took more than its limit of {allowed >> 20} MiB of memory\n".encode())
+        kill(os.getpid())
+
+    threading.Thread(target=watch, name="memory", daemon=True).start()
 
 
 def spawned_worker(config):
     """A worker that is a new process; it imports the code before it is ready."""
+    os.setsid()
     die_with_parent()
     channel = own_socket(config["channel"])
     null = os.open(os.devnull, os.O_RDONLY)

@@ -182,10 +182,16 @@ impl Drop for RenderProcess {
 /// # Errors
 /// If standard input is not the socket of [`render_apart`], or the limits cannot be set.
 pub fn serve() -> io::Result<()> {
-    let mut stream = UnixStream::from(io::stdin().as_fd().try_clone_to_owned()?);
-    let limit = |bytes| Rlimit { current: Some(bytes), maximum: Some(bytes) };
-    setrlimit(Resource::Core, limit(0))?;
-    setrlimit(Resource::As, limit(address_space()? + STACK_BYTES as u64 + MEMORY))?;
+    setrlimit(Resource::Core, Rlimit { current: Some(0), maximum: Some(0) })?;
+    #[cfg(target_os = "linux")]
+    limit_memory()?;
+    #[cfg(not(target_os = "linux"))]
+    watch_memory()?;
+    render_all(UnixStream::from(io::stdin().as_fd().try_clone_to_owned()?))
+}
+
+/// Renders what is asked for on `stream` until it is closed.
+fn render_all(mut stream: UnixStream) -> io::Result<()> {
     let (asks, asked) = sync_channel::<RenderRequest>(0);
     let (answers, answered) = sync_channel(0);
     let render = move || {
@@ -233,17 +239,31 @@ pub fn serve() -> io::Result<()> {
     }
 }
 
-/// Bytes of address space that this process has taken.
-fn address_space() -> io::Result<u64> {
-    let status = match std::fs::read_to_string("/proc/self/status") {
-        Ok(status) => status,
-        // Other systems do not say; the limit is then above what any process starts with.
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(1 << 33),
-        Err(error) => return Err(error),
-    };
+/// Ends this process when it takes [`MEMORY`] beyond what it has: a limit of its address space.
+#[cfg(target_os = "linux")]
+fn limit_memory() -> io::Result<()> {
+    let status = std::fs::read_to_string("/proc/self/status")?;
     let size = status.lines().find_map(|line| line.strip_prefix("VmSize:")?.trim().strip_suffix(" kB"));
     let size = size.and_then(|kib| kib.parse::<u64>().ok());
-    size.map(|kib| kib << 10).ok_or_else(|| io::Error::other("/proc/self/status has no VmSize"))
+    let taken = size.ok_or_else(|| io::Error::other("/proc/self/status has no VmSize"))? << 10;
+    let most = Some(taken + STACK_BYTES as u64 + MEMORY);
+    Ok(setrlimit(Resource::As, Rlimit { current: most, maximum: most })?)
+}
+
+/// The same for the resident memory, where the system refuses a limit of the address space, as macOS does.
+#[cfg(any(test, not(target_os = "linux")))]
+fn watch_memory() -> io::Result<()> {
+    /// Between two looks. A process takes some MiB in a millisecond.
+    const LOOK: Duration = Duration::from_millis(5);
+    let most = crate::machine::peak_memory() + MEMORY;
+    let watch = move || {
+        while crate::machine::peak_memory() <= most {
+            thread::sleep(LOOK);
+        }
+        // A signal, as of a system with limits: an exit would wait for the thread that renders.
+        let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
+    };
+    thread::Builder::new().spawn(watch).map(drop)
 }
 
 fn send(
@@ -325,9 +345,17 @@ mod tests {
         serve().unwrap();
     }
 
-    fn renderer() -> Renderer {
-        let arguments = ["--exact", "chat::apart::tests::rendering_process", "--ignored"];
-        let arguments = arguments.into_iter().map(OsString::from).collect();
+    /// The same as on a system that refuses a limit of the address space.
+    #[test]
+    #[ignore = "started by other tests, with a socket as standard input"]
+    fn watched_process() {
+        watch_memory().unwrap();
+        render_all(UnixStream::from(io::stdin().as_fd().try_clone_to_owned().unwrap())).unwrap();
+    }
+
+    fn renderer(process: &str) -> Renderer {
+        let test = format!("chat::apart::tests::{process}");
+        let arguments = ["--exact", &test, "--ignored"].map(OsString::from).into();
         Renderer { program: std::env::current_exe().unwrap(), arguments, process: Mutex::default() }
     }
 
@@ -346,17 +374,21 @@ mod tests {
         reason
     }
 
+    fn takes_too_much(renderer: &Renderer) {
+        let doubling = "{% set ns = namespace(s='aaaaaaaa') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}\
+                        {% endfor %}{{ ns.s | length }}";
+        let ended = failure(renderer, doubling);
+        // On a machine that is very busy the time may be over first.
+        assert!(ended.contains("256 MiB of memory") || ended.contains("within 10 s"), "{ended}");
+    }
+
     #[test]
     fn templates_that_take_all_memory_or_time_are_ended_and_others_go_on() {
-        let renderer = renderer();
+        let renderer = renderer("rendering_process");
         let plain = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}";
         assert_eq!(render(&renderer, plain), Ok("[user]hi".to_owned()));
         assert_eq!(render(&renderer, plain), Ok("[user]hi".to_owned()));
-        let doubling = "{% set ns = namespace(s='aaaaaaaa') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}\
-                        {% endfor %}{{ ns.s | length }}";
-        // On a machine that is very busy the time may be over first.
-        let ended = failure(&renderer, doubling);
-        assert!(ended.contains("256 MiB of memory") || ended.contains("within 10 s"), "{ended}");
+        takes_too_much(&renderer);
         let lists = "{% set ns = namespace(s=[1, 2]) %}{% for i in range(60) %}{% set ns.s = ns.s + ns.s %}\
                      {% endfor %}{{ ns.s | list | length }}";
         failure(&renderer, lists);
@@ -368,8 +400,15 @@ mod tests {
     }
 
     #[test]
+    fn memory_is_limited_where_address_space_is_not() {
+        let renderer = renderer("watched_process");
+        takes_too_much(&renderer);
+        assert_eq!(render(&renderer, "{{ 1 }}"), Ok("1".to_owned()));
+    }
+
+    #[test]
     fn errors_of_a_template_are_returned() {
-        let renderer = renderer();
+        let renderer = renderer("rendering_process");
         let raised = render(&renderer, "{{ raise_exception('roles must alternate') }}");
         assert_eq!(raised, Err(TemplateFailure::Raised("roles must alternate".to_owned())));
         assert!(matches!(render(&renderer, "{% for %}"), Err(TemplateFailure::Compile(_))));

@@ -34,7 +34,7 @@ pub fn math_verify(spec: &RewardSpec, context: &RewardContext) -> Result<Box<dyn
         Err(RewardError::Start { reward, reason }) if reason.contains("No module named 'math_verify'") => {
             let python = spec.python.as_deref().unwrap_or("python3");
             let reason = format!(
-                "`{python}` has no math_verify; install it there (`{python} -m pip install math-verify[antlr4_13_2]`), or name \
+                "`{python}` has no math_verify; install it there (`{python} -m pip install 'math-verify[antlr4_13_2]'`), or name \
                  another interpreter in `python`"
             );
             Err(RewardError::Start { reward, reason })

@@ -287,7 +287,7 @@ fn math_verify_is_run_by_the_interpreter_of_the_user_or_asked_for() {
         }
         Err(error) => {
             eprintln!("SKIPPED: python3 has no math_verify");
-            assert!(error.to_string().contains("-m pip install math-verify"), "{error}");
+            assert!(error.to_string().contains("-m pip install 'math-verify"), "{error}");
         }
     }
 }

@@ -114,6 +114,8 @@ fn killed(of: &str, file: &str, count: usize, others: fn(&[u32]) -> &[u32]) {
     let mut child = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", &format!("endings::{of}"), "--ignored"])
         .current_dir(directory)
+        // What the killed process leaves is in this directory.
+        .env("TMPDIR", directory)
         .stdin(Stdio::null())
         .stdout(Stdio::null())
         .spawn()

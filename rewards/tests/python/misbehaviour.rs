@@ -50,6 +50,16 @@ fn memory_above_the_limit_is_an_error_of_the_call() {
 }
 
 #[test]
+fn memory_has_a_limit_where_the_system_has_none_for_address_space() {
+    let Some(run) = run() else { return };
+    let reward = run.reward("other_system.py", json!({"memory_mb": 64}));
+    let mut judged = run.all(&reward, &["a", "grow", "ccc"]);
+    let message = judged.remove(1).unwrap_err().to_string();
+    assert!(message.contains("SIGKILL") && message.contains("its limit of 64 MiB of memory"), "{message}");
+    assert_eq!(values(&judged), [Some(1.0), Some(3.0)]);
+}
+
+#[test]
 fn printed_text_is_kept_and_breaks_nothing() {
     let Some(run) = run() else { return };
     for text in ["print", "fd1"] {

@@ -154,8 +154,10 @@ fn files(path: &Path, split: TaskSplit) -> Result<Vec<PathBuf>, TaskError> {
     let entries = path.read_dir().map_err(unreadable)?;
     let paths = entries.map(|entry| entry.map(|entry| entry.path())).collect::<Result<Vec<_>, _>>();
     let mut shards = paths.map_err(unreadable)?;
-    // Dataset folders hold cards, licences and caches beside their shards.
-    shards.retain(|shard| shard.is_file() && is_dataset(shard));
+    // Dataset folders hold cards, licences and caches beside their shards, and what macOS writes about them (`._train.jsonl`).
+    let hidden =
+        |shard: &Path| shard.file_name().is_some_and(|name| name.as_encoded_bytes().starts_with(b"."));
+    shards.retain(|shard| shard.is_file() && is_dataset(shard) && !hidden(shard));
     shards.sort();
     if shards.is_empty() { Err(TaskError::NoShards { path: path.to_owned() }) } else { Ok(shards) }
 }
@@ -449,9 +451,12 @@ pub(super) mod tests {
     #[test]
     fn shards_come_in_name_order_and_other_files_are_left_alone() {
         let dir = tempfile::tempdir().unwrap();
-        for (name, text) in
-            [("b-00001.jsonl", "{\"n\":2}\n\n{\"n\":3}"), ("b-00000.json", "{\"n\":1}\n"), ("README.md", "#")]
-        {
+        for (name, text) in [
+            ("b-00001.jsonl", "{\"n\":2}\n\n{\"n\":3}"),
+            ("b-00000.json", "{\"n\":1}\n"),
+            ("README.md", "#"),
+            ("._b.jsonl", "\u{5}"),
+        ] {
             std::fs::write(dir.path().join(name), text).unwrap();
         }
         let numbers = |limit| -> Vec<_> {
