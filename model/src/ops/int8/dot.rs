@@ -327,21 +327,23 @@ mod neon {
         }
 
         #[inline(always)]
-        fn add(self, inputs: [u8; 4], line: &PanelLine<[i8; 4]>) -> Self {
-            std::array::from_fn(|quarter| unsafe {
-                let inputs = vdupq_n_u32(u32::from_ne_bytes(inputs) ^ 0x8080_8080);
-                let weights = vld1q_s8(line.0[4 * quarter..].as_ptr().cast());
-                let mut sums = self[quarter];
-                // Its intrinsic is not stable yet.
-                asm!(
-                    "sdot {sums:v}.4s, {weights:v}.16b, {inputs:v}.16b",
-                    sums = inout(vreg) sums,
-                    weights = in(vreg) weights,
-                    inputs = in(vreg) inputs,
-                    options(pure, nomem, nostack, preserves_flags),
-                );
-                sums
-            })
+        fn add(mut self, inputs: [u8; 4], line: &PanelLine<[i8; 4]>) -> Self {
+            let inputs = unsafe { vdupq_n_u32(u32::from_ne_bytes(inputs) ^ 0x8080_8080) };
+            for (sums, weights) in self.iter_mut().zip(line.0.as_chunks::<4>().0) {
+                unsafe {
+                    let weights = vld1q_s8(weights.as_ptr().cast());
+                    // Its intrinsic is not stable yet. The assembler sees the features of the architecture alone.
+                    asm!(
+                        ".arch_extension dotprod",
+                        "sdot {sums:v}.4s, {weights:v}.16b, {inputs:v}.16b",
+                        sums = inout(vreg) *sums,
+                        weights = in(vreg) weights,
+                        inputs = in(vreg) inputs,
+                        options(pure, nomem, nostack, preserves_flags),
+                    );
+                }
+            }
+            self
         }
     }
 
