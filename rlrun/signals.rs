@@ -121,7 +121,7 @@ impl Signals {
 }
 
 /// Sends SIGTERM to this process within [`PARENT_LOOK`] when `parent`, which started it, ends, however that ends. A look at the
-/// parent works on every Unix, where Linux alone has a signal for it.
+/// parent works on every Unix; the signal that Linux has for it is sent when the thread ends that started the process.
 ///
 /// # Errors
 /// The parent has ended already; no thread can be started.

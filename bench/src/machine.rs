@@ -143,7 +143,8 @@ fn processor() -> Option<String> {
     if cfg!(target_os = "macos") {
         let named =
             Command::new("/usr/sbin/sysctl").args(["-n", "machdep.cpu.brand_string"]).output().ok()?;
-        return Some(String::from_utf8_lossy(&named.stdout).trim().to_owned());
+        let name = String::from_utf8_lossy(&named.stdout).trim().to_owned();
+        return Some(name).filter(|name| !name.is_empty());
     }
     let text = fs::read_to_string("/proc/cpuinfo").ok()?;
     let line = text.lines().find(|line| line.starts_with("model name"))?;

@@ -18,7 +18,6 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::io::Errno;
 
 use self::handshake::{Hello, PATIENCE, Secret};
 use self::handshakes::Handshakes;
@@ -333,11 +332,6 @@ fn accept(listener: &TcpListener, until: Instant) -> Result<Option<TcpStream>, C
             // The connection was closed before it was accepted.
             Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => continue,
             Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
-            Err(error) if until <= Instant::now() => return Err(failed(error)),
-            // Files that are open may be closed before the deadline.
-            Err(error) if matches!(Errno::from_io_error(&error), Some(Errno::MFILE | Errno::NFILE)) => {
-                thread::sleep(AGAIN);
-            }
             Err(error) => return Err(failed(error)),
         }
         let left = until.saturating_duration_since(Instant::now());
@@ -375,10 +369,7 @@ fn reach(
             Err(_) => thread::sleep(AGAIN.min(left)),
         }
     }
-    Err(CollectiveError::Join {
-        address: "the place where ranks meet".to_owned(),
-        reason: "has no address".to_owned(),
-    })
+    Err(unresolved("it has none".to_owned()))
 }
 
 /// The connections, made ready for frames.
@@ -398,6 +389,11 @@ fn ready(
         set().map_err(|source| broken(rank, peer, source))?;
     }
     Ok(Sockets::new(rank, streams, deadline, secret))
+}
+
+/// A host without an address.
+fn unresolved(reason: String) -> CollectiveError {
+    CollectiveError::Join { address: "an address of their host".to_owned(), reason }
 }
 
 fn joining(address: SocketAddr, reason: String) -> CollectiveError {
@@ -454,14 +450,14 @@ mod tests {
     #[test]
     fn all_addresses_of_a_host_are_tried() {
         let (listener, addr) = listener();
-        let closed = SocketAddr::from((Ipv4Addr::new(127, 0, 0, 2), addr.port()));
+        let closed = SocketAddr::from((Ipv4Addr::LOCALHOST, 1));
         thread::scope(|scope| {
             let leader = scope.spawn(|| listener.accept(2, LONG).expect("it joins"));
             join(&[closed, addr][..], SECRET, None, LONG).expect("the second address is right");
             leader.join().expect("no panic");
         });
         let error = join(&[][..], SECRET, None, LONG).expect_err("there is no address");
-        assert!(error.to_string().contains("has no address"), "{error}");
+        assert!(error.to_string().contains("it has none"), "{error}");
     }
 
     #[test]

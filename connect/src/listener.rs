@@ -23,6 +23,8 @@ pub use crate::write_deadline::WriteDeadline;
 
 /// Pause of the listener when the system cannot accept a connection.
 const ACCEPT_AGAIN: Duration = Duration::from_millis(50);
+/// TCP keepalive: idle time before the first probe, time between probes, number of probes.
+const KEEPALIVE: (Duration, Duration, u32) = (Duration::from_secs(15), Duration::from_secs(5), 3);
 /// Buffer size for the head of a request and for reads of a body, bytes.
 const READ_BYTES: usize = 64 << 10;
 
@@ -114,13 +116,14 @@ pub async fn accept_connections<T>(
     connections.shutdown().await;
 }
 
-/// Has the system close a connection whose client has vanished without a word, as a host that lost its power.
+/// Has the system close an idle connection whose client cannot be reached any more, as a host that lost its power.
 fn notice_loss(stream: &TcpStream) {
+    let (idle, interval, count) = KEEPALIVE;
     let set = || -> rustix::io::Result<()> {
         sockopt::set_socket_keepalive(stream, true)?;
-        sockopt::set_tcp_keepidle(stream, Duration::from_secs(15))?;
-        sockopt::set_tcp_keepintvl(stream, Duration::from_secs(5))?;
-        sockopt::set_tcp_keepcnt(stream, 3)
+        sockopt::set_tcp_keepidle(stream, idle)?;
+        sockopt::set_tcp_keepintvl(stream, interval)?;
+        sockopt::set_tcp_keepcnt(stream, count)
     };
     // Without it, deadlines of requests notice it later.
     let _ = set();
@@ -166,14 +169,14 @@ mod tests {
     }
 
     #[test]
-    fn the_system_looks_for_clients_that_say_nothing() {
+    fn the_system_looks_for_clients_that_are_silent() {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(async {
             let listener = listen("127.0.0.1:0".parse().unwrap(), 8).unwrap();
             let stream = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
             notice_loss(&stream);
             assert!(sockopt::socket_keepalive(&stream).unwrap());
-            assert_eq!(sockopt::tcp_keepidle(&stream).unwrap(), Duration::from_secs(15));
+            assert_eq!(sockopt::tcp_keepidle(&stream).unwrap(), KEEPALIVE.0);
         });
     }
 

@@ -48,7 +48,7 @@ pub fn level() -> Level {
     Level::Portable
 }
 
-/// Most memory that was resident in this process so far, bytes.
+/// Most memory that was resident in this process so far, bytes. On Linux that of the process that started it counts too, until then.
 #[must_use]
 pub fn peak_memory() -> u64 {
     #[expect(unsafe_code, reason = "the structure is valid with any bytes, and the call fills it")]

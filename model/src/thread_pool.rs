@@ -14,7 +14,7 @@ use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::process::Command;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Time that a thread spins, for a job or for the end of one, before it sleeps: about the cost of waking it up.
@@ -89,13 +89,16 @@ impl Drop for SharedCores {
 /// Number of cores that the system lets this process use; of an Apple processor the fast ones, since work is divided into equal parts.
 #[must_use]
 pub fn available_cores() -> usize {
-    let all = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-    if cfg!(target_os = "macos") {
+    static CORES: OnceLock<usize> = OnceLock::new();
+    *CORES.get_or_init(|| {
+        let all = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+        if !cfg!(target_os = "macos") {
+            return all;
+        }
         let asked = Command::new("/usr/sbin/sysctl").args(["-n", "hw.perflevel0.logicalcpu"]).output();
         let fast = asked.ok().and_then(|asked| String::from_utf8(asked.stdout).ok()?.trim().parse().ok());
-        return fast.map_or(all, |fast: usize| fast.clamp(1, all));
-    }
-    all
+        fast.map_or(all, |fast: usize| fast.clamp(1, all))
+    })
 }
 
 /// Cores in use until this is dropped.

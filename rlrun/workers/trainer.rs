@@ -150,8 +150,12 @@ fn join_again(
 ) -> Result<tcp::Tcp, Failure> {
     loop {
         // A run that was started again meets elsewhere: this process is started again too.
-        if !place.iter().any(|address| TcpStream::connect_timeout(address, REACHED).is_ok()) {
-            return Err(Failure::Requeue(format!("the first rank no longer listens at {place:?}")));
+        let mut refused = place.iter().map(|address| TcpStream::connect_timeout(address, REACHED).err());
+        if let Some(errors) = refused.by_ref().collect::<Option<Vec<_>>>() {
+            let errors: Vec<_> =
+                place.iter().zip(errors).map(|(place, error)| format!("{place} ({error})")).collect();
+            let errors = errors.join(", ");
+            return Err(Failure::Requeue(format!("the first rank no longer listens at {errors}")));
         }
         match tcp::join(place, secret.as_bytes(), None, wait) {
             Err(CollectiveError::NotFormed { .. }) if !stop.load(Ordering::Relaxed) => {}

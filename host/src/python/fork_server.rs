@@ -249,7 +249,7 @@ impl ForkServer {
             }
             pending.fork = Some((id, reply));
         }
-        // `theirs` and `input` stay open until the answer: macOS closes sockets that are only within messages.
+        // `theirs` and `input` stay open until the answer: macOS may close descriptors that are only in flight.
         if self.request(id, &theirs, &input).await.is_err() {
             // It has ended, and the end of its socket has not been read yet.
             lock(&self.pending).ended = true;

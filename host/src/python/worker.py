@@ -24,10 +24,12 @@ import signal
 import socket
 import struct
 import sys
-import tempfile
 import threading
 import time
 import traceback
+
+if not hasattr(os, "memfd_create"):
+    import tempfile
 
 # Lowest descriptor of our sockets: above what user code opens, and above what it closes by number.
 SOCKET_FD = 100
@@ -157,20 +159,21 @@ class Supervisor:
                 os.close(channel)
                 os.close(output)
         if pid == 0:
-            self.control.close()
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            os.close(self.wake)
-            os.dup2(output, 1)
-            os.dup2(output, 2)
-            os.close(output)
             try:
+                self.control.close()
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                os.close(self.wake)
+                os.dup2(output, 1)
+                os.dup2(output, 2)
+                os.close(output)
                 os.setsid()
                 prepare(self.config, mine)
                 work(own_socket(channel), self.subject, self.config)
-            except BaseException:  # a copy of this server must not clean up
+            except BaseException:
                 traceback.print_exc()
-            os._exit(1)
+            finally:  # a copy of this server must not clean up
+                os._exit(1)
         self.workers.add(pid)
         send(self.control, {"kind": "forked", "id": number, "pid": pid})
 
@@ -291,7 +294,7 @@ def kill_tagged(tag):
 
 
 def prepare(config, parent_pid):
-    """Makes this process, which leads a session of its own, a worker: limits, and its parent's death."""
+    """Makes this process, which leads a session of its own, a worker: sets its limits and what happens when its parent ends."""
     die_with_parent()
     if os.getppid() != parent_pid:
         os._exit(0)
@@ -306,8 +309,11 @@ def prepare(config, parent_pid):
 
 def limit_memory(allowed):
     """Limits the address space to `allowed` bytes beyond what it has now."""
-    with open("/proc/self/statm") as file:
-        most = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE") + allowed
+    try:
+        with open("/proc/self/statm") as file:
+            most = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE") + allowed
+    except OSError:  # a sandbox without /proc
+        most = allowed
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     if hard != resource.RLIM_INFINITY:
         most = min(most, hard)

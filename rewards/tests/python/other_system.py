@@ -8,6 +8,6 @@ sys.platform = "freebsd"
 def compute_score(solution_str, ground_truth, **kwargs):
     if solution_str == "grow":
         blocks = []
-        while True:
+        for _ in range(2048):
             blocks.append(b"x" * (1 << 20))
     return float(len(solution_str))

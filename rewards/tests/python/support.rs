@@ -155,6 +155,9 @@ pub(crate) fn until(what: &str, holds: impl Fn() -> bool) {
 
 /// Whether a process exists and has not ended.
 pub(crate) fn lives(pid: u32) -> bool {
+    if !cfg!(target_os = "linux") {
+        return std::process::Command::new("kill").args(["-0", &pid.to_string()]).status().unwrap().success();
+    }
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     let state = stat.rsplit(')').next().and_then(|rest| rest.split_whitespace().next());
     state.is_some_and(|state| state != "Z" && state != "X")
