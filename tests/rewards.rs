@@ -265,7 +265,9 @@ fn a_python_function_is_a_reward() {
     let rewards = format!(
         "[[rewards]]\nkind = \"python\"\npath = {path:?}\n[[rewards]]\nkind = \"math\"\nweight = 0\n"
     );
-    let (run, _) = run_with(&home, "run", &rewards, &["trainer.steps=3", "warmup.steps=300"]);
+    // Some answers are right in every step, and not because of the bits of this warm-up.
+    let sets = ["trainer.steps=3", "warmup.steps=500", "trainer.learning_rate=1e-5"];
+    let (run, _) = run_with(&home, "run", &rewards, &sets);
     // The grader requires a number between word boundaries, the function does not.
     for (python, math) in run.values("reward/python/mean").into_iter().zip(run.values("reward/math/mean")) {
         assert!(math > 0.02 && (math..math + 0.1).contains(&python), "{python} {math}");
