@@ -50,6 +50,7 @@ fn a_client_that_leaves_frees_its_pages() {
 }
 
 #[test]
+#[cfg_attr(not(target_os = "linux"), ignore = "the system allows fewer sockets")]
 fn a_thousand_streams_are_open_and_one_above_the_limit_is_refused() {
     allow_sockets();
     let endpoint = Endpoint::silent(EndpointLimits { max_open: 1000, ..EndpointLimits::default() });
@@ -68,6 +69,7 @@ fn a_thousand_streams_are_open_and_one_above_the_limit_is_refused() {
 }
 
 #[test]
+#[cfg_attr(not(target_os = "linux"), ignore = "counts threads in `/proc`")]
 fn random_disconnects_leak_nothing() {
     let endpoint = Endpoint::new();
     let mut random = 12345_u64;

@@ -3,7 +3,6 @@
 //! Invariant: tests see what a client sees, and the metrics; servers listen on loopback and end with their test.
 
 mod client;
-#[cfg(target_os = "linux")] // it counts threads in `/proc`
 mod load;
 mod protocols;
 mod replay;
