@@ -165,11 +165,7 @@ pub fn join(
     rank: Option<usize>,
     deadline: Duration,
 ) -> Result<Tcp, CollectiveError> {
-    let found = place.to_socket_addrs().map(Vec::from_iter).map_err(|error| error.to_string());
-    let addrs = found.map_err(|reason| CollectiveError::Join {
-        address: "the place where ranks meet".to_owned(),
-        reason,
-    })?;
+    let addrs: Vec<_> = place.to_socket_addrs().map_err(|error| unresolved(&error.to_string()))?.collect();
     join_with(&addrs, &Secret::new(secret), rank, deadline).map(Mesh::new)
 }
 
@@ -369,7 +365,7 @@ fn reach(
             Err(_) => thread::sleep(AGAIN.min(left)),
         }
     }
-    Err(unresolved("it has none".to_owned()))
+    Err(unresolved("it has none"))
 }
 
 /// The connections, made ready for frames.
@@ -392,7 +388,8 @@ fn ready(
 }
 
 /// A host without an address.
-fn unresolved(reason: String) -> CollectiveError {
+fn unresolved(evidence: &str) -> CollectiveError {
+    let reason = format!("{evidence}; look whether the name of the host is right and can be resolved here");
     CollectiveError::Join { address: "an address of their host".to_owned(), reason }
 }
 
